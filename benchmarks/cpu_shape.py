@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from measuring import argument_parser, finish, parsed, simulated, turns
 from rich.console import Console
+from simulated_pairs import EAGERLY, SHAPES, measure_point, scripted_pair, scripted_prompt
 
 from dflash.common.stopwatch import seconds_of
-from dflash.evaluation import EAGERLY, HAS_NATIVE, NATIVE, SHAPES, measure_point, scripted_pair, scripted_prompt
+from dflash.evaluation import HAS_NATIVE, NATIVE
 from dflash.model.cache_dflash import PreallocatedCache
 from dflash.model.targets_dflash import Target
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from measuring import argument_parser, finish, parsed, turns
 from rich.progress import track
+from simulated_pairs import SHAPES, scripted_pair
 
 from dflash.common.stopwatch import seconds_of
 from dflash.engine.windows import WindowedCache, WindowedContext
-from dflash.evaluation import SHAPES, scripted_pair
 from dflash.model.cache_dflash import PreallocatedCache
 from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer
 from dflash.model.targets_dflash import Target

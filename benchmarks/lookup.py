@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from measuring import argument_parser, finish, heldout_prompts, parsed
 from rich.progress import track
+from simulated_pairs import Script
 
 from dflash.checkpoints import load_embedded_pair
-from dflash.evaluation import PLAIN, Prompt, Script, chat_encoder, compare, summarise, timed_blocks, timed_generate
+from dflash.evaluation import PLAIN, Prompt, chat_encoder, compare, summarise, timed_blocks, timed_generate
 from dflash.model.acceptance_dflash import Proposals
 
 

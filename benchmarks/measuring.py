@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import transformers
+from reporting import tables_of
 
 from dflash.checkpoints import heldout_problems
 from dflash.cli.terminal import show_table
 from dflash.common.provenance import environment, record, write_result
-from dflash.evaluation import chat_encoder, tables_of
+from dflash.evaluation import chat_encoder
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
@@ -31,7 +32,7 @@ def parsed(parser: argparse.ArgumentParser, words: list[str] | None = None) -> a
 
 
 def finish(output: Path | None, kind: str, pair: tuple[Any, Any] | dict[str, Any], **content: Any) -> dict[str, Any]:
-    """Shows the tables of a result as `dflash report` makes them, writes it to `output` if that is given, and returns it.
+    """Shows the tables of a result as `reporting.py` makes them, writes it to `output` if that is given, and returns it.
 
     `pair` is the target and the drafter that were measured, or the facts of a result without a pair; `content` holds rows
     (`summary`) and whatever else the figures depend on.

@@ -22,6 +22,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from measuring import argument_parser, parsed
+from reporting import tables_of
 from transformers import AutoModelForCausalLM
 
 from dflash import DFlashDraftModel
@@ -29,7 +30,6 @@ from dflash.cli.terminal import show_table
 from dflash.common.json_lines import changes
 from dflash.common.provenance import environment, record, write_result
 from dflash.common.stopwatch import seconds_of
-from dflash.evaluation import tables_of
 from dflash.training import Trainer, TrainingSettings, prepare, train_drafter
 
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from measuring import argument_parser, finish, parsed, simulated
+from reporting import facts_of
 from rich.console import Console
 from rich.progress import track
+from simulated_pairs import EAGERLY, SHAPES, measure_point, measure_prefill, scripted_pair
 
-from dflash.evaluation import EAGERLY, SHAPES, VARIANTS, measure_point, measure_prefill, save_plots, scripted_pair
+from dflash.evaluation import VARIANTS, canvas, results
 
 
 AXES: dict[str, list[int]] = {
@@ -64,6 +66,18 @@ def sweep(target: Any, drafter: Any, args: argparse.Namespace) -> list[dict[str,
     return rows
 
 
+@canvas.themed
+def growth(rows: list[dict[str, Any]], note: str, theme: canvas.Theme) -> Any:
+    """Milliseconds per token as the context grows, a curve per method."""
+    methods: dict[str, list[canvas.Point]] = {}
+    for row in sorted(rows, key=lambda row: row["context_tokens"]):
+        methods.setdefault(row["method"], []).append((row["context_tokens"], row["ms_per_token"]))
+    colours = canvas.colours_of(list(methods), theme)
+    labels = canvas.Labels("Time per token as the context grows", "context (tokens)", "time per token (ms)")
+    curves = [(name, colours[name], points) for name, points in methods.items()]
+    return canvas.curves(labels, curves, note, theme)
+
+
 def main() -> None:
     args = arguments()
     target, drafter = scripted_pair(args.shape, args.tau, getattr(torch, args.dtype), args.device)
@@ -71,8 +85,10 @@ def main() -> None:
     decoding = {**simulated(args.shape, args.tau, args.repeats), **more}
     rows = sweep(target, drafter, args)
     result = finish(args.output, "sweep", (target, drafter), decoding=decoding, summary=rows)
-    if args.output is not None:
-        save_plots(result, args.output)
+    by_context = [row for row in rows if row["axis"] == "context"]
+    if args.output is not None and by_context:
+        path = args.output.with_name(f"{args.output.stem}_growth.png")
+        path.write_bytes(canvas.png(growth(by_context, results.stated(facts_of(result)))))
 
 
 if __name__ == "__main__":

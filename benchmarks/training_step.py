@@ -26,6 +26,7 @@ from dflash.evaluation import allocated_memory
 from dflash.model.targets_dflash import decoder_layers, tapped
 from dflash.training import (
     Batch,
+    BatchPlan,
     DrafterLoss,
     Example,
     FrozenTarget,
@@ -104,9 +105,8 @@ def measure_steps(target: Any, drafter: Any, examples: list[Example], args: Any)
     def batches_of(name: str, examples: list[Example], batch_tokens: int) -> list[Batch]:
         if name == "naive":
             return list(naive_batches(examples, args))
-        how: dict[str, Any] = {"pack_length": args.pack_length} if name == "packed" else {}
-        how |= {"num_anchors": args.anchors, "batch_tokens": batch_tokens, "pad_token_id": 0, "seed": 0}
-        return list(epoch_batches(examples, 0, **how))
+        pack_length = args.pack_length if name == "packed" else None
+        return list(epoch_batches(examples, 0, BatchPlan(args.anchors, batch_tokens, pack_length=pack_length)))
 
     all_batches = {name: batches_of(name, examples, args.batch_tokens) for name in ways}
     first = all_batches["naive"][0]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import TYPE_CHECKING
 
 from .common.lazy import lazy_names
-from .common.moved import MovedModules
 from .common.name_clash import import_name_clash
 from .common.version import __version__ as __version__
 
@@ -32,7 +30,5 @@ __all__ = [
 
 if (_clash := import_name_clash()) is not None:
     warnings.warn(_clash, stacklevel=2)
-
-sys.meta_path.append(MovedModules())
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)

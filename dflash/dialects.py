@@ -82,7 +82,8 @@ DTYPE_FIELDS = ("dtype", "torch_dtype")
 DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double", "auto")
 
 
-def _is_list_of_layers(value: Any) -> TypeGuard[list[int]]:
+def is_list_of_layers(value: Any) -> TypeGuard[list[int]]:
+    """Whether `value` is a list of integers."""
     return isinstance(value, (list, tuple)) and all(map(is_whole_number, value))
 
 
@@ -90,7 +91,7 @@ KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str, str], ...] = (
     (OBJECTS, lambda value: isinstance(value, Mapping), "an object", "write it as one, or leave it out"),
     (WHOLE_NUMBERS, is_whole_number, "a whole number", "write it without quotes"),
     (NUMBERS, is_number, "a number", "write it without quotes"),
-    (LISTS_OF_LAYERS, _is_list_of_layers, "a list of layer numbers", "write it as [1, 9, 17]"),
+    (LISTS_OF_LAYERS, is_list_of_layers, "a list of layer numbers", "write it as [1, 9, 17]"),
 )
 
 # What DeepSpec writes about its training; `markov_rank` stays, because a drafter with such a head is another network.
@@ -130,17 +131,18 @@ DIALECT_TOP_LEVEL_FIELDS: dict[str, tuple[str, ...]] = {
 
 def unused_fields(fields: Mapping[str, Any], dialect: str) -> dict[str, Any]:
     """The fields of a config.json that are not null and that no reader of this library uses: their values, by place and name."""
-    known = TOP_LEVEL_FIELDS.union(DIALECT_TOP_LEVEL_FIELDS[dialect])
-    places = [("", fields, known)]
-    for name, nested_known in (("dflash_config", NESTED_FIELDS), ("transformer_layer_config", TOP_LEVEL_FIELDS)):
-        if isinstance(fields.get(name), Mapping):
-            places.append((f"{name}.", fields[name], nested_known))
-    return {
-        place + name: value
-        for place, held, names in places
-        for name, value in held.items()
-        if value is not None and name not in names
+    places = {
+        "": (fields, TOP_LEVEL_FIELDS.union(DIALECT_TOP_LEVEL_FIELDS[dialect])),
+        "dflash_config.": (fields.get("dflash_config"), NESTED_FIELDS),
+        "transformer_layer_config.": (fields.get("transformer_layer_config"), TOP_LEVEL_FIELDS),
     }
+    unused = {}
+    for place, (content, known) in places.items():
+        if isinstance(content, Mapping):
+            for name, value in content.items():
+                if value is not None and name not in known:
+                    unused[place + name] = value
+    return unused
 
 
 def dialect_of(fields: dict[str, Any], tensor_names: Collection[str] = ()) -> str:
@@ -170,15 +172,27 @@ def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) 
         if isinstance(dtype, str) and dtype.removeprefix("torch.") not in DTYPES and not dtype.startswith("float8"):
             raise ValueError(f"{name}={dtype!r} is no dtype of torch: write the stored one, such as bfloat16.")
     dialect = dialect_of(fields, tensor_names)
-    if unused := unused_fields(fields, dialect):
+    unused = unused_fields(fields, dialect)
+    if unused:
         logger.warning_once(
             f"The drafter's config holds {', '.join(unused)}, which this library does not read: if one of them changes what "
             "the drafter computes, use the tool that wrote it."
         )
-    decoder = fields.get("transformer_layer_config") or fields
-    rope = decoder.get("rope_parameters") or {}
-    by_layer = [value for value in rope.values() if isinstance(value, dict)]
-    if decoder.get("rope_theta") is None and rope.get("rope_theta") is None and not by_layer:
+    _check_decoder(fields.get("transformer_layer_config") or fields)
+    read = {**_READERS[dialect](fields), "dialect": dialect}
+    absent = [name for name in OWN_FIELDS if read.get(name) is None and read["dflash_config"].get(name) is None]
+    if absent:
+        raise ValueError(
+            f"The drafter's config holds no {', '.join(absent)}, at the top level or in dflash_config: take it from "
+            "the drafter's training run and write it into config.json."
+        )
+    return read
+
+
+def _check_decoder(decoder: Mapping[str, Any]) -> None:
+    """Raises ValueError for the layers' fields without a rotary base, or with two values for one thing."""
+    by_layer = any(isinstance(value, dict) for value in (decoder.get("rope_parameters") or {}).values())
+    if rope_theta(decoder) is None and not by_layer:
         raise ValueError(
             "rope_theta=None, and readers then guess 10000 or 1000000: write the base of the training run as "
             "rope_theta and in rope_parameters."
@@ -188,14 +202,6 @@ def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) 
             f"{name}={value}, and {place} says {other}: engines read one or the other, so write that of the training run "
             "in both."
         )
-    read = {**_READERS[dialect](fields), "dialect": dialect}
-    absent = [name for name in OWN_FIELDS if read.get(name) is None and read["dflash_config"].get(name) is None]
-    if absent:
-        raise ValueError(
-            f"The drafter's config holds no {', '.join(absent)}, at the top level or in dflash_config: take it from "
-            "the drafter's training run and write it into config.json."
-        )
-    return read
 
 
 def kind_faults(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any, str, str]]:
@@ -213,18 +219,30 @@ def doubles(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, Any]]:
     """Values in two spellings that differ: a field and its value, the other spelling and its value."""
     parameters = fields.get("rope_parameters")
     if isinstance(parameters, Mapping):
-        older, newer = fields.get("rope_theta"), parameters.get("rope_theta")
-        if older is not None and newer is not None and older != newer:
+        older = fields.get("rope_theta")
+        newer = parameters.get("rope_theta", older)
+        if None not in (older, newer) and older != newer:
             yield "rope_theta", older, "rope_parameters", newer
         is_by_layer = any(isinstance(value, Mapping) for value in parameters.values())
-        older, newer = (rope_scaling(spelled) or "default" for spelled in (fields.get("rope_scaling"), parameters))
-        if "rope_scaling" in fields and not is_by_layer and older != newer:
-            yield "rope_scaling", older, "rope_parameters", newer
+        if "rope_scaling" in fields and not is_by_layer:
+            older = rope_scaling(fields["rope_scaling"])
+            newer = rope_scaling(parameters)
+            if older != newer:
+                yield "rope_scaling", older or "default", "rope_parameters", newer or "default"
     nested = fields.get("dflash_config")
     taps = fields.get("target_layer_ids") or (nested.get("target_layer_ids") if isinstance(nested, Mapping) else None)
     states = fields.get("eagle_aux_hidden_state_layer_ids")
-    if _is_list_of_layers(taps) and _is_list_of_layers(states) and _layers_of_states(states) != list(taps):
+    if is_list_of_layers(taps) and is_list_of_layers(states) and _layers_of_states(states) != list(taps):
         yield "eagle_aux_hidden_state_layer_ids", states, "target_layer_ids plus one", [i + 1 for i in taps]
+
+
+def rope_theta(fields: Mapping[str, Any]) -> float | None:
+    """The rotary base of a decoder's fields in either spelling; that of transformers 5 wins, as there."""
+    parameters = fields.get("rope_parameters")
+    theta = parameters.get("rope_theta") if isinstance(parameters, Mapping) else None
+    if theta is None:
+        theta = fields.get("rope_theta")
+    return float(theta) if theta is not None and is_number(theta) else None
 
 
 def rope_scaling(fields: Any) -> dict[str, Any] | None:
@@ -264,8 +282,10 @@ def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:
     read["sliding_window"] = window or read.get("sliding_window")
     if "sliding_attention" not in (read.get("layer_types") or ()):
         # The flag then means all layers, which see the whole block unless a field says that they are causal.
-        read["layer_types"] = ["sliding_attention"] * read.get("num_hidden_layers", 32)  # Qwen3's default
-        if read.get("is_causal") is None and all(nested.get(name) is None for name in CAUSALITY_FIELDS):
+        depth = read.get("num_hidden_layers", 32)  # Qwen3's default
+        read["layer_types"] = ["sliding_attention"] * depth
+        declared = [nested.get(name) for name in CAUSALITY_FIELDS]
+        if all(value is None for value in (read.get("is_causal"), *declared)):
             read["is_causal"] = False
     return _with_windows(read)
 
@@ -277,7 +297,7 @@ def _read_speculators(fields: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"speculators_model_type={kind!r} is not a DFlash drafter: serve it with vLLM, which reads this kind."
         )
-    layer = dict(fields["transformer_layer_config"])
+    layer = fields["transformer_layer_config"]
     read = {name: value for name, value in layer.items() if name not in NOT_A_DRAFTERS}
     if layer.get("model_type", "qwen3") != "qwen3" and "num_attention_heads" in layer:
         # Where other families leave these out they follow from the heads; Qwen3 has numbers of its own.
@@ -388,8 +408,8 @@ def load(loader: Callable[..., Any], name: str | os.PathLike[str], *args: Any, *
             "truncated; correct or fetch it again. `dflash check` says what is wrong."
         ) from error
     if getattr(model, "_weight_conversions", None):  # else transformers 5 saves under the names that it read
-        kept = [step for step in model._weight_conversions if type(step).__name__ == "WeightConverter"]
-        model._weight_conversions = kept
+        converters = [step for step in model._weight_conversions if type(step).__name__ == "WeightConverter"]
+        model._weight_conversions = converters
     if _holds_integers(model):
         raise ValueError(
             f"{name} holds integers as weights (fc.weight), so it is quantised: load the weights that were trained, or "

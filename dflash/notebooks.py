@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .cli.terminal import TextStream, number
+from .common.acceptance import tau
 
 
 if TYPE_CHECKING:
@@ -68,15 +69,15 @@ def show_blocks(blocks: Iterable[Block], tokenizer: Any) -> Page:
         spans += [_span(accepted, ACCEPTED_STYLE, title), _span(own, OWN_STYLE, title)]
         plain += [f"[{accepted}]" if accepted else "", own]
     rest = stream.push([], is_last=True)  # half a character that nothing completed
-    tau = number(sum(lengths) / len(lengths) if lengths else float("nan"))
+    mean = number(tau(sum(lengths), len(lengths)))
     legend = (
         f"{_span('accepted drafts', ACCEPTED_STYLE)} {_span('the target’s own token', OWN_STYLE)} "
-        f"{len(lengths)} steps, tau {tau}"
+        f"{len(lengths)} steps, tau {mean}"
     )
     body = "".join([*spans, _text(rest)])
     return Page(
         f'<div style="{TEXT_STYLE}">{body}<div style="font-size:smaller">{legend}</div></div>',
-        f"{''.join([*plain, rest])}\n{len(lengths)} steps, tau {tau}",
+        f"{''.join([*plain, rest])}\n{len(lengths)} steps, tau {mean}",
     )
 
 
@@ -163,8 +164,8 @@ def draw_acceptance(axes: Any, lengths: Sequence[int], block_size: int) -> None:
     axes.bar(steps, accepted, color=GREEN, label="accepted drafts")
     axes.bar(steps, [1] * len(accepted), bottom=accepted, color=MAGENTA, label="the target's own token")
     if lengths:
-        tau = sum(lengths) / len(lengths)
-        axes.axhline(tau, color="black", linestyle="--", linewidth=1, label=f"tau {tau:.2f}")
+        mean = tau(sum(lengths), len(lengths))
+        axes.axhline(mean, color="black", linestyle="--", linewidth=1, label=f"tau {mean:.2f}")
     axes.set(xlabel="verify step", ylabel="acceptance length", ylim=(0, block_size + 0.5))
     axes.locator_params(integer=True)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=3, frameon=False)

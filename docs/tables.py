@@ -2,8 +2,8 @@
 
     python docs/tables.py [--check]
 
-A part stands between `<!-- docs/tables.py NAME:begin -->` and `<!-- docs/tables.py NAME:end -->`. `dflash report` writes the
-tables of results.
+A part stands between `<!-- docs/tables.py NAME:begin -->` and `<!-- docs/tables.py NAME:end -->`. `benchmarks/reporting.py`
+writes the tables of results.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from dflash.cli import app as cli
 from dflash.common.files import only_writer
 from dflash.common.provenance import command
 from dflash.evaluation import (
-    EAGERLY,
     GREEDY,
     HAS_NATIVE,
     NATIVE,
@@ -34,28 +33,21 @@ from dflash.evaluation import (
     PLAIN,
     PROMPT_LOOKUP,
     RANDOM_DRAFTER,
-    SHAPES,
+    BenchPlan,
     Measurement,
     Profile,
     Prompt,
-    Script,
     TimedRun,
     allocated_memory,
     compare,
     decoding_methods,
     host_syncs,
-    measure_point,
-    measure_prefill,
-    milliseconds,
     profiling,
     read_result,
     run_bench,
     save_plots,
-    scripted_pair,
-    scripted_prompt,
     step_split,
     summarise,
-    tables_of,
     timed_blocks,
     timed_generate,
     untrained,
@@ -281,15 +273,15 @@ def test_a_step_is_split_where_the_models_spend_the_time(pair, monkeypatch, name
 
     handles = [target.register_forward_hook(lasting(3)), drafter.register_forward_hook(lasting(5))]
     try:
-        num_steps, split = step_split(run, prompt_ids, target, drafter)
+        num_steps, ms_draft, ms_verify, ms_rest = step_split(run, prompt_ids, target, drafter)
     finally:
         for handle in handles:
             handle.remove()
     assert num_steps == expected.num_forwards - 1
-    assert split["verify"] == pytest.approx(3)
+    assert ms_verify == pytest.approx(3)
     # The last token of all may need no draft.
-    assert split["draft"] == pytest.approx(draft, rel=1.5 / num_steps)
-    assert split["rest"] == pytest.approx(0, abs=1e-9)
+    assert ms_draft == pytest.approx(draft, rel=1.5 / num_steps)
+    assert ms_rest == pytest.approx(0, abs=1e-9)
 
 
 def test_what_was_watched_is_left_as_it_was(pair):
@@ -369,7 +361,9 @@ def test_peak_memory_is_what_stands_at_once():
 def test_a_result_holds_what_its_readers_need(pair, tmp_path):
     target, drafter, prompt_ids = pair
     methods = [OURS, "dflash drafting nothing"]
-    result = run_bench(target, drafter, [Prompt("t", prompt_ids)], 12, 2, methods, 1, {"chat_template": "x"})
+    result = run_bench(
+        target, drafter, [Prompt("t", prompt_ids)], BenchPlan(12, 2, methods, 1), {"chat_template": "x"}
+    )
     path = tmp_path / "result.json"
     path.write_text(json.dumps(result))
     read = read_result(path)
@@ -456,132 +450,6 @@ def test_bad_input_is_one_sentence(tmp_path, text, options, said):
     assert said in str(outcome.exception)
 
 
-# Simulated pairs
-
-
-@pytest.fixture(scope="module")
-def simulated():
-    return scripted_pair("smoke", 4.0)
-
-
-def test_a_simulated_target_counts(simulated):
-    target, _ = simulated
-    ids = scripted_prompt(target, 12)
-    new = target.generate(ids, max_new_tokens=540, do_sample=False)[0, 12:]
-    assert torch.equal(new, (ids[0, -1] + 1 + torch.arange(540)) % target.config.vocab_size)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_script_decides_what_is_accepted(dtype):
-    target, drafter = scripted_pair("smoke", 4.0, dtype)
-    ids = scripted_prompt(target, 12)
-    run = timed_blocks(drafter, target, ids, max_new_tokens=120, temperature=0.0)
-    assert run.token_ids == target.generate(ids, max_new_tokens=120, do_sample=False)[0, 12:].tolist()
-    anchor = run.token_ids[0]
-    for length in run.acceptance_lengths[:-4]:  # the last ones are cut by what is still wanted
-        assert length == drafter.runs[anchor] + 1
-        anchor = (anchor + length) % target.config.vocab_size
-
-
-def test_a_simulated_batch_is_each_row_alone(simulated):
-    target, drafter = simulated
-    prompts = scripted_prompt(target, 12, 3)
-    together = timed_blocks(drafter, target, prompts, max_new_tokens=20, temperature=0.0).token_ids
-    alone = [timed_blocks(drafter, target, row[None], max_new_tokens=20, temperature=0.0) for row in prompts]
-    assert together == [token_id for run in alone for token_id in run.token_ids]
-
-
-def test_a_script_has_the_mean_that_it_states():
-    script = Script(6.5, 16)
-    assert script.tau(16) == pytest.approx(6.5)
-    assert 1 < script.tau(4) < 4
-    assert script.tau(1) == 1
-    lengths = script.runs(200_000).double() + 1
-    assert lengths.mean() == pytest.approx(6.5, abs=0.05)
-    assert lengths.max() == 16
-    assert Script(1, 16).runs(1000).max() == 0
-    assert Script(16, 16).runs(1000).min() == 15
-
-
-@pytest.mark.parametrize(
-    ("name", "tau", "said"), [("qwen9", 4, "choose from qwen3-8b"), ("smoke", 17, "tau 17 cannot")]
-)
-def test_what_cannot_be_simulated_is_refused(name, tau, said):
-    with pytest.raises(ValueError, match=said):
-        scripted_pair(name, tau)
-
-
-def test_the_published_shape_has_the_published_size():
-    target, drafter = scripted_pair("qwen3-8b", 6.5, torch.bfloat16, "meta")
-    assert target.num_parameters() == 8_190_735_360
-    assert drafter.config.target_layer_ids == [1, 9, 17, 25, 33]
-    assert 1.0e9 < drafter.num_parameters() < 1.1e9
-    assert SHAPES["small"].target["max_position_embeddings"] >= 8192 + 1024
-
-
-# The sweep
-
-
-def test_a_point_states_tau_and_never_measures_it(simulated):
-    target, drafter = simulated
-    plain, ours = measure_point(target, drafter, context=16, new_tokens=12, width=4, repeats=1)
-    assert ours["stated_tau"] == pytest.approx(drafter.script.tau(4), abs=1e-4)
-    assert plain["stated_tau"] == 1.0
-    assert ours["is_simulated"]
-    assert ours["is_identical"]
-    assert not any("tau_micro" in row or "acceptance_histogram" in row for row in (plain, ours))
-    assert ours["ms_per_token"] == pytest.approx(ours["ms_per_step"] / ours["stated_tau"], abs=1e-3)
-    speedup = plain["ms_per_step"] * ours["stated_tau"] / ours["ms_per_step"]
-    assert ours["speedup_at_stated_tau"] == pytest.approx(speedup, abs=1e-3)
-
-
-@needs_native
-def test_a_native_step_is_timed_and_its_tau_is_stated(simulated):
-    """The native loop knows no script: its drafts are right by chance, so that nearly each of its steps gives one token."""
-    target, drafter = simulated
-    native = {"assistant_model": drafter, "speculation_type": "dflash", "max_new_tokens": 12}
-    assert timed_generate(target, scripted_prompt(target, 16), **native, **GREEDY).num_forwards > 10
-    rows = measure_point(target, drafter, context=16, new_tokens=12, methods=[NATIVE, EAGERLY], repeats=1)
-    assert [row["method"] for row in rows] == [PLAIN, NATIVE, EAGERLY]
-    assert [row["is_identical"] for row in rows] == [True] * 3
-    assert [row["stated_tau"] for row in rows] == [1.0, 4.0, 4.0]
-
-
-def test_the_table_of_a_shape():
-    """Promise: ways of decoding, and forwards by dtype and number of columns."""
-    row = {"method": PLAIN, "ms_per_step": 9.0, "stated_tau": 1.0, "ms_per_token": 9.0, "speedup_at_stated_tau": 1.0}
-    forwards = [{"dtype": "bfloat16", "ms_per_forward": {"1 column": 8.0, "16 columns": 12.0}}]
-    decoded, widths = tables_of({"kind": "shape", "summary": [row], "forwards": forwards})
-    assert decoded == (
-        ["method", "step, ms", "stated tau", "ms per token", "speed-up"],
-        [[PLAIN, "9.00", "1", "9.00", "1.00x"]],
-    )
-    assert widths == (["dtype", "1 column, ms", "16 columns, ms"], [["bfloat16", "8.0", "12.0"]])
-
-
-def test_a_tree_has_no_scripted_tau(simulated):
-    _, ours = measure_point(*simulated, context=16, new_tokens=6, budget=8, repeats=1)
-    assert ours["stated_tau"] is ours["ms_per_token"] is ours["speedup_at_stated_tau"] is None
-    assert ours["tau_to_match_plain"] > 0
-    assert ours["is_identical"]
-
-
-def test_milliseconds_are_those_after_the_first_token():
-    times = milliseconds(Measurement("t", 0, OURS, 9, 5, [], True, [5.0, 9.0, 3.0], [1.0, 1.0, 1.0]))
-    assert (times["ms_per_step"], times["ms_per_step_fastest"], times["ms_per_step_slowest"]) == (
-        1000.0,
-        500.0,
-        2000.0,
-    )
-    assert times["ms_to_first_token"] == 1000.0
-
-
-def test_a_prefill_keeps_no_more_of_the_target_than_its_taps(simulated):
-    plain, ours = measure_prefill(*simulated, context=1024)
-    assert (plain["over_plain"], plain["taps_bytes"]) == (1.0, 0)
-    assert 0 < ours["allocated_bytes"] - plain["allocated_bytes"] < 2.1 * ours["taps_bytes"], "no layer twice"
-
-
 @pytest.fixture
 def loads_nothing(monkeypatch):
     """Fails where a command begins to load models."""
@@ -661,7 +529,7 @@ def test_bench_names_a_target_whose_logits_are_no_numbers():
     target, drafter, prompt_ids = make_target(), make_drafter(), make_prompt()
     target.model.norm.weight.data[0] = float("nan")
     with pytest.raises(ValueError, match=r"target's logits are NaN or infinite \(Qwen3ForCausalLM in float32\)"):
-        run_bench(target, drafter, [Prompt("t", prompt_ids)], 4, 1, [PROMPT_LOOKUP], num_profiled=0)
+        run_bench(target, drafter, [Prompt("t", prompt_ids)], BenchPlan(4, 1, [PROMPT_LOOKUP], 0))
 
 
 @pytest.mark.parametrize(

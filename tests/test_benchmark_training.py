@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from reporting import tables_of
 from tiny_models import MASK_TOKEN_ID, make_drafter, make_target, make_tokenizer
 
-from dflash.evaluation import tables_of
 from dflash.training import TrainingSettings, measure_acceptance, new_drafter, train, with_response
 
 

@@ -14,8 +14,9 @@ from tiny_models import PlacedDrafter, greedy, make_drafter, make_target, make_t
 from dflash import DFlashDraftModel
 from dflash.checkpoints import Card, embedded_path, heldout_problems, load_embedded_pair
 from dflash.cli import loading
+from dflash.common.cards import stated_taus
 from dflash.common.fingerprints import model_fingerprint
-from dflash.evaluation import Setup, chat_encoder, run_doctor, stated_acceptance
+from dflash.evaluation import Setup, chat_encoder, run_doctor
 
 
 QUESTIONS = [problem.question for problem in heldout_problems()[:2]]
@@ -154,11 +155,11 @@ The mean acceptance length is 6.54, at 4.91x.
 |---|---|---|
 | 1 | 0.5 | 2.00 |
 """
-    assert stated_acceptance(Card(Path(), fields, text, facts)) == [
+    assert stated_taus(fields, text, facts) == [
         ("held-out prompts of its training", 3.5), ("GSM8K", 5.25), ("said in the text", 6.54), ("MATH-500", 7.84),
         ("MATH-500, acceptance length, T = 1", 6.67),
     ]  # fmt: skip
-    assert stated_acceptance(None) == stated_acceptance(Card(Path(), {}, "# tiny", {})) == []
+    assert stated_taus({}, "# tiny", {}) == []
 
 
 def test_the_depth_is_logged_once(tiny_target: Any, prompt_ids: Any, caplog: Any) -> None:

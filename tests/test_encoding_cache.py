@@ -31,8 +31,8 @@ from dflash.training import (
 )
 from dflash.training import data as data_module
 from dflash.training.data import Wanted
-from dflash.training.encoding_cache import StoredExamples, cached_examples
-from dflash.training.lazy_sequences import chosen, joined, lengths_of, shortened
+from dflash.training.encoding_cache import cached_examples
+from dflash.training.examples import ExampleTable, has_rejected, joined, lengths_of, selected
 
 
 TEXTS = [{"text": f"Ann has {number} apples and buys {number % 7} more."} for number in range(12)]
@@ -93,7 +93,7 @@ def test_a_second_start_encodes_nothing_and_has_the_same_examples(
         first, second = (cached_examples(source, tokenizer, max_length=9, announce=said.append) for _ in range(2))
         assert len(encoded_rows) == len(expected)
         for found in (first, second):
-            assert isinstance(found, StoredExamples)
+            assert isinstance(found, ExampleTable)
             assert list(found) == expected
             assert found[-1] == expected[-1]
             assert found[2:5] == expected[2:5]
@@ -134,7 +134,7 @@ def test_what_decides_the_encoding_decides_which_table_is_read(
     assert is_encoded()
 
 
-@pytest.mark.parametrize("damage", ["a bit", "the end", "all", "facts", "digest"])
+@pytest.mark.parametrize("damage", ["a bit", "the end", "all", "digest", "no digest"])
 def test_a_damaged_table_is_written_again(
     damage: str, tokenizer: Any, file: str, encoded_rows: list[Any], tmp_path: Path
 ) -> None:
@@ -148,12 +148,10 @@ def test_a_damaged_table_is_written_again(
         path.write_bytes(content[: len(content) // 2])
     elif damage == "all":
         path.write_bytes(b"")
-    elif damage == "facts":
-        (path.parent / "dataset_info.json").write_text("{")
+    elif damage == "digest":
+        path.with_suffix(".digest").write_text("0" * 32)
     else:
-        found = cached_examples(file, tokenizer)
-        assert isinstance(found, StoredExamples)
-        path.write_bytes(content.replace(found.digest.encode(), b"0" * len(found.digest)))
+        path.with_suffix(".digest").unlink()
     encoded_rows.clear()
     assert list(cached_examples(file, tokenizer)) == expected
     assert len(encoded_rows) == len(expected)
@@ -219,58 +217,42 @@ def test_processes_that_start_together_encode_once(
 # --- sequences that are read when they are asked for ---
 
 
-def test_lazy_sequences_are_what_lists_are() -> None:
-    """Promise: the same items as of lists, and the same lengths, for which no item is read."""
-    whole = [Example([number] * (number % 7), [1] * (number % 7)) for number in range(50)]
-    lazy = _Lazy(whole)
+def test_tables_are_what_lists_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: the same examples as of lists, and the same lengths, for which no example is read."""
+    whole = [Example([number] * (number % 7), [1] * (number % 7), [1] * (number % 2)) for number in range(50)]
+    table = table_of(whole)
     for make in (
-        lambda items: chosen(items, [7, 3, 3, 49]),
-        lambda items: shortened(items, 4),
-        lambda items: joined([items, chosen(items, [4, 2]), chosen(items, []), items]),
-        lambda items: chosen(joined([shortened(items, 2), whole]), range(40, 60)),
+        lambda items: selected(items, [7, 3, 3, 49]),
+        lambda items: joined([items, selected(items, [4, 2]), selected(items, []), items]),
+        lambda items: selected(joined([items, whole]), range(40, 60)),
     ):
-        lazy.is_readable = False
-        found, lengths = make(lazy), lengths_of(make(lazy))
-        lazy.is_readable = True
+        with monkeypatch.context() as patch:
+            patch.setattr(ExampleTable, "__getitem__", lambda *_: pytest.fail("read"))
+            found, lengths = make(table), lengths_of(make(table))
         expected = list(make(whole))
-        assert not isinstance(found, list)
+        assert isinstance(found, ExampleTable)
         assert (len(found), list(found), found[-1]) == (len(expected), expected, expected[-1])
         assert found[1::2] == expected[1::2]
         assert random.Random(0).sample(found, 3) == random.Random(0).sample(expected, 3)
         assert lengths == lengths_of(expected) == list(map(len, found))
-    assert joined([lazy]) is lazy
-    assert all(isinstance(items, list) for items in (chosen(whole, [1]), shortened(whole, 1), joined([whole, whole])))
+    assert all(isinstance(items, list) for items in (selected(whole, [1]), joined([whole, whole])))
 
 
-class _Lazy(encoding_cache.LazySequence[Example]):
-    is_readable = True
-
-    def __init__(self, items: list[Example]) -> None:
-        self._items = items
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def read(self, place: int) -> Example:
-        assert self.is_readable
-        return self._items[place]
-
-    def lengths(self) -> list[int]:
-        return list(map(len, self._items))
+def table_of(examples: list[Example]) -> ExampleTable:
+    rows = [example.row() for example in examples]
+    return ExampleTable(datasets.Dataset.from_list(rows, features=ExampleTable.features()))
 
 
 @pytest.mark.parametrize("rows", [[*TEXTS, *TRACE], TEXTS], ids=["a trace", "texts"])
 def test_a_table_knows_lengths_and_rejections_without_reading_an_example(
     rows: list[Any], tokenizer: Any, encoded_rows: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(datasets.config, "DEFAULT_MAX_BATCH_SIZE", 3)  # rows of a chunk
     found = cached_examples(lines(tmp_path / "some.jsonl", rows), tokenizer)
-    assert isinstance(found, StoredExamples)
+    assert isinstance(found, ExampleTable)
     expected = list(found)
-    assert len(found._chunks) > 1
-    monkeypatch.setattr(StoredExamples, "read", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(ExampleTable, "__getitem__", lambda *_: pytest.fail("read"))
     assert lengths_of(found) == list(map(len, expected))
-    assert found.has_rejected == any(example.rejected for example in expected) == (rows is not TEXTS)
+    assert has_rejected(found) == any(example.rejected for example in expected) == (rows is not TEXTS)
 
 
 def test_an_example_has_an_anchor_if_a_block_may_begin_in_it() -> None:
@@ -316,25 +298,26 @@ def test_a_run_from_the_cache_is_the_run_without_bit_for_bit(
     assert found[0] == found[1] == found[2]
 
 
-def test_before_the_first_step_each_example_is_read_five_times(
+def test_before_the_first_step_each_example_is_read_three_times(
     target: Path, encoded_rows: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Promise: passes over data larger than memory are few. They are for the digest, the checks (twice), repeats and the fingerprint.
+    """Promise: passes over data larger than memory are few. They are for the checks, repeats and the fingerprint.
 
     Reading an example of a table costs time, and lengths are known without: a step reads each example of its batch once more.
     """
     reads: Counter[int] = Counter()
-    read, step, before = StoredExamples.read, Trainer.step, []
+    read, step, before = ExampleTable.__getitem__, Trainer.step, []
 
-    def counted(self: StoredExamples, place: int) -> Example:
-        reads[place] += 1
-        return read(self, place)
+    def counted(self: ExampleTable, place: int) -> Example:
+        example = read(self, place)
+        reads[example.input_ids[3]] += 1  # which differs
+        return example
 
     def noted(self: Trainer, *arguments: Any, **options: Any) -> Any:
         before.append(reads.copy())
         return step(self, *arguments, **options)
 
-    monkeypatch.setattr(StoredExamples, "read", counted)
+    monkeypatch.setattr(ExampleTable, "__getitem__", counted)
     monkeypatch.setattr(Trainer, "step", noted)
     settings = TrainingSettings(**TINY | {"steps": None, "epochs": 2, "batch_tokens": 32 * 18})
     file = lines(tmp_path / "rows.jsonl", ids(20))
@@ -342,7 +325,7 @@ def test_before_the_first_step_each_example_is_read_five_times(
         reads.clear()
         train_drafter(target, file, tmp_path / str(number), settings, show_progress=False)
         first, second = before[-2:]
-        assert max(first.values()) == 5
+        assert max(first.values()) == 3
         assert Counter((second - first).values()) == {1: 18}  # an epoch; two are held out
 
 

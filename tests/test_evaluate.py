@@ -25,6 +25,7 @@ from dflash.cli.loading import read_prompts
 from dflash.common import processes
 from dflash.common.files import check_output
 from dflash.common.processes import Processes
+from dflash.common.runs import Run
 from dflash.evaluation import (
     EvalPlan,
     Limits,
@@ -86,7 +87,8 @@ def run_pair(
     """The result of all questions of a plan."""
     target, drafter, tokenizer = pair
     backend = pair_backend(target, drafter, max_new_tokens, ["dflash"])
-    return run_eval(plan, questions_of(plan), backend, tokenizer, **options)
+    how = {name: options.pop(name) for name in ("processes", "on_begin", "on_done") if name in options}
+    return run_eval(plan, questions_of(plan), backend, tokenizer, **options, run=Run(**how))
 
 
 class Saying:
@@ -278,7 +280,7 @@ def test_run_goes_on_where_it_stopped(pair: tuple[Any, Any, Any], data_root: Pat
 
     def run(plan: EvalPlan) -> dict[str, Any]:
         done.clear()
-        return run_pair(plan, pair, output=output, on_question=done.append, on_begin=lambda *n: shares.append(n))
+        return run_pair(plan, pair, output=output, on_done=done.append, on_begin=lambda *n: shares.append(n))
 
     def fail(answers: list[TaskAnswer]) -> None:
         done.append(answers)
@@ -286,7 +288,7 @@ def test_run_goes_on_where_it_stopped(pair: tuple[Any, Any, Any], data_root: Pat
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_pair(plan, pair, output=output, on_question=fail)
+        run_pair(plan, pair, output=output, on_done=fail)
     assert not output.exists()
     journal = output.with_suffix(".jsonl")
     journal.write_bytes(journal.read_bytes() + b'{"key": "gsm8k/3')
@@ -348,7 +350,7 @@ def test_processes_share_the_questions_and_the_first_writes(
     questions = questions_of(plan)
     made: list[list[TaskAnswer]] = []
     second = Sibling(1, [[], [(key(q), []) for q in questions[::2]]])
-    run_pair(plan, pair, output=output, processes=second, on_question=made.append)
+    run_pair(plan, pair, output=output, processes=second, on_done=made.append)
     assert [answers[0].row for answers in made] == [q.index for q in questions[1::2]]
     assert not output.exists()
     assert (tmp_path / "r.part1.jsonl").exists()
@@ -359,7 +361,7 @@ def test_processes_share_the_questions_and_the_first_writes(
     (tmp_path / "r.part1.jsonl").rename(tmp_path / "aside")  # the first came before the second wrote
     result = run_pair(
         plan, pair, output=output, processes=first,
-        on_begin=lambda *n: (tmp_path / "aside").rename(tmp_path / "r.part1.jsonl"), on_question=mine.append,
+        on_begin=lambda *n: (tmp_path / "aside").rename(tmp_path / "r.part1.jsonl"), on_done=mine.append,
     )  # fmt: skip
     assert [answers[0].row for answers in mine] == [q.index for q in questions[::2]]
     assert [m["row"] for m in result["measurements"][::2]] == [q.index for q in questions]
@@ -659,7 +661,7 @@ def test_two_runs_do_not_write_one_result(pair: tuple[Any, Any, Any], data_root:
             run_pair(plan, pair, output=output, overwrite=True)
         refused.append(str(caught.value))
 
-    result = run_pair(plan, pair, output=output, on_question=second)
+    result = run_pair(plan, pair, output=output, on_done=second)
     assert len(refused) == 2
     assert json.loads(output.read_text()) == result
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "r.jsonl"]

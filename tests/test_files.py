@@ -106,13 +106,6 @@ def test_an_output_that_exists_or_is_being_written_is_refused(tmp_path):
     assert output.read_text() == "before"
 
 
-def test_an_old_name_of_a_room_still_works_and_warns():
-    import dflash.evaluation
-
-    with pytest.warns(DeprecationWarning, match="dflash.evaluation.run_plan is now dflash.evaluation.run_eval"):
-        assert dflash.evaluation.run_plan is dflash.evaluation.run_eval
-
-
 def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
     """Promise: an output that is a link to another disk is written there. The link itself was once replaced."""
     disk = tmp_path / "disk"

@@ -17,12 +17,9 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+from reporting import tables_of
 
-from dflash.evaluation import (
-    HAS_NATIVE,
-    read_result,
-    tables_of,
-)
+from dflash.evaluation import HAS_NATIVE, read_result
 
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks" / "gpu"

@@ -14,6 +14,7 @@ from dflash.training.losses import (
     DraftCounts,
     PositionWeights,
     RowLosses,
+    Teacher,
     chunked_loss,
     count_drafts,
     decay_weights,
@@ -94,8 +95,7 @@ def test_chunked_loss_and_gradient_equal_the_naive_ones(loss: str, weigh: Positi
         lambda states: states @ head.T,
         chunk_rows,
         loss=loss,
-        teacher_states=teacher_states,
-        teacher_head=lambda states: states @ teacher_head.T,
+        teacher=Teacher(teacher_states, lambda states: states @ teacher_head.T),
     )
     logits, teacher = hidden @ head.T, teacher_states @ teacher_head.T
     confidences = logits.detach().softmax(-1)[range(ROWS), labels].view(2, 5)
@@ -122,8 +122,7 @@ def test_a_drafter_that_says_what_its_target_says_has_no_loss() -> None:
         lambda states: states @ head.T,
         4,
         loss="forward_kl",
-        teacher_states=hidden,
-        teacher_head=lambda states: states @ head.T,
+        teacher=Teacher(hidden, lambda states: states @ head.T),
     )
     assert losses.loss_sum.item() == pytest.approx(0.0, abs=1e-5)
 
@@ -194,8 +193,7 @@ def largest_tensor(loss: str, rows: int, vocab_size: int, chunk_rows: int | None
             lambda states: states @ head,
             chunk_rows,
             loss=loss,
-            teacher_states=teacher_states,
-            teacher_head=lambda states: states @ teacher_head,
+            teacher=Teacher(teacher_states, lambda states: states @ teacher_head),
         ).loss_sum.backward()
     assert hidden.grad is not None
     return largest.most

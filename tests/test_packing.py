@@ -15,6 +15,7 @@ from dflash.model.targets_dflash import Target
 from dflash.training import (
     LOSSES,
     Batch,
+    BatchPlan,
     DrafterLoss,
     Example,
     FrozenTarget,
@@ -96,17 +97,8 @@ def test_a_documents_anchors_do_not_depend_on_its_neighbours() -> None:
     examples = make_examples([rng.randrange(6, 40) for _ in range(30)])
 
     def epoch(number: int, pack_length: int | None) -> list[Batch]:
-        return list(
-            epoch_batches(
-                examples,
-                number,
-                num_anchors=4,
-                batch_tokens=128,
-                pad_token_id=0,
-                seed=5,
-                pack_length=pack_length,
-            )
-        )
+        plan = BatchPlan(num_anchors=4, batch_tokens=128, seed=5, pack_length=pack_length)
+        return list(epoch_batches(examples, number, plan))
 
     packed = epoch(0, 60)
     assert {batch.input_ids.shape for batch in packed} <= {(2, 64), (1, 64)}  # a multiple of 16, two rows to a batch

@@ -26,10 +26,11 @@ from tiny_models import make_drafter, make_target, make_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from dflash.common.files import check_output
-from dflash.common.fingerprints import fingerprint
+from dflash.common.openai_client import OpenAIClient
 from dflash.regeneration import (
     Answer,
     RegenerationRecord,
+    RegenerationRun,
     RegenerationSettings,
     Request,
     Sampling,
@@ -376,7 +377,7 @@ def test_a_run_that_was_killed_goes_on_and_ends_as_if_it_had_not_been(
         output,
         SAMPLED,
         resume=True,
-        on_begin=lambda share, record: told.append((share, record.was_finished)),
+        run=RegenerationRun(on_begin=lambda share, record: told.append((share, record.was_finished))),
     )
     left = len(CHATS) - 3 * breaks_at + 1
     assert (writer.asked, told) == (left, [(left, len(CHATS) - left)])
@@ -535,14 +536,20 @@ def test_several_processes_write_what_one_does_also_when_fewer_go_on(
             CHATS,
             output,
             SAMPLED,
-            processes=sibling,
+            run=RegenerationRun(processes=sibling),
         ),
     )
     assert sorted(path.name for path in tmp_path.glob("r.*jsonl")) == ["r.jsonl", "r.part1.jsonl", "r.part2.jsonl"]
     found = in_processes(
         2,
         lambda sibling: regenerate_data(
-            TargetWriter(target, make_drafter(), 2), tokenizer, CHATS, output, SAMPLED, processes=sibling, resume=True
+            TargetWriter(target, make_drafter(), 2),
+            tokenizer,
+            CHATS,
+            output,
+            SAMPLED,
+            run=RegenerationRun(processes=sibling),
+            resume=True,
         ),
     )
     assert all(isinstance(record, RegenerationRecord) for record in found), found
@@ -605,7 +612,13 @@ def test_prompts_that_repeat_another_are_left_out_once_and_for_all_starts_and_pr
     records = in_processes(
         2,
         lambda sibling: regenerate_data(
-            TargetWriter(target, None, 1), tokenizer, REPEATED, output, SETTINGS, resume=True, processes=sibling
+            TargetWriter(target, None, 1),
+            tokenizer,
+            REPEATED,
+            output,
+            SETTINGS,
+            resume=True,
+            run=RegenerationRun(processes=sibling),
         ),
     )
     assert sorted({row["row"] for row in read(output)}) == [1, 2, 4, 5, 7]
@@ -659,7 +672,9 @@ def test_the_manifest_holds_the_fingerprint_of_the_rows_and_a_run_without_one_of
     regenerate_data(TargetWriter(target), tokenizer, CHATS[:2], output, SETTINGS)
     manifest = output.with_suffix(".manifest.json")
     facts = json.loads(manifest.read_text())
-    assert facts["settings"]["data"] == fingerprint(CHATS[:2])
+    same, other = selection.SeenRows(), selection.SeenRows()
+    assert len(list(same.watched(CHATS[:2]))) == len(list(other.watched(CHATS[1::-1]))) == 2
+    assert facts["settings"]["data"] == same.fingerprint != other.fingerprint
     del facts["settings"]["deduplicate"]
     manifest.write_text(json.dumps(facts))
     with pytest.raises(ValueError, match=r"other settings \(deduplicate: null, now true\): give the same"):
@@ -800,7 +815,8 @@ class Handler(QuietHandler):
 
 def server_writer(url: str, target: Any, tokenizer: Any, **how: Any) -> ServerWriter:
     how = {"wait": lambda seconds: None} | how
-    return ServerWriter(url, how.pop("model", None), tokenizer, target.config, target.generation_config, **how)
+    client = OpenAIClient(url, how.pop("api_key", None))
+    return ServerWriter(client, how.pop("model", None), tokenizer, target.config, target.generation_config, **how)
 
 
 def test_a_server_gives_the_rows_that_the_target_gives_here(target: Any, tokenizer: Any, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from loopback import LoopbackServer, QuietHandler, started
 from tiny_models import make_tokenizer
 from transformers import GenerationConfig, Qwen3Config
 
-from dflash.common.openai_client import LONGEST_PAUSE, PAUSES
-from dflash.regeneration import RegenerationSettings, Request, Sampling, ServerWriter, regenerate_data
+from dflash.common.openai_client import LONGEST_PAUSE, PAUSES, OpenAIClient
+from dflash.regeneration import RegenerationRun, RegenerationSettings, Request, Sampling, ServerWriter, regenerate_data
 from dflash.regeneration import run as run_module
 
 
@@ -73,7 +73,9 @@ def failed(status: int, body: bytes = b"busy", **headers: str) -> tuple[int, dic
 
 def make_writer(url: str, wait: Any, **how: Any) -> ServerWriter:
     config, generation_config = Qwen3Config(max_position_embeddings=96), GenerationConfig(eos_token_id=2)
-    return ServerWriter(url, None, make_tokenizer(), config, generation_config, wait=wait, **how)
+    return ServerWriter(
+        OpenAIClient(url, timeout=3600.0), None, make_tokenizer(), config, generation_config, wait=wait, **how
+    )
 
 
 def test_a_request_is_sent_again_after_failures_that_may_pass_and_later_each_time() -> None:
@@ -234,7 +236,9 @@ def test_an_interrupt_ends_the_pauses_and_nothing_is_asked_after_it(
             waited = run_module.wait
             monkeypatch.setattr(run_module, "wait", lambda *args: [waited(*args), interrupt()])
         with pytest.raises(KeyboardInterrupt) as caught:
-            regenerate_data(writer, make_tokenizer(), rows, tmp_path / "r.jsonl", on_row=interrupt)
+            regenerate_data(
+                writer, make_tokenizer(), rows, tmp_path / "r.jsonl", run=RegenerationRun(on_done=interrupt)
+            )
         assert was_stopped == [True]  # also while the error and its frames are kept
     assert caught.tb is not None
     assert sorted(server.asked.values()) == [1, 1, 1]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reporting import filled, shown, tables_of
 
-from dflash.evaluation import MARK, fill_pages, markdown, names_of, read_result, tables_of
+from dflash.evaluation import MARK, PLAIN, markdown, names_of, read_result
 
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +39,7 @@ def marks() -> dict[str, list[Path]]:
 
 
 def test_tables_are_those_that_the_committed_results_give() -> None:
-    assert fill_pages([RESULTS], PAGES, check=True) == []
+    assert filled(check=True) == []
 
 
 def test_tables_of_tests_and_cards_are_those_that_they_give(made: Any) -> None:
@@ -65,7 +66,7 @@ def test_a_changed_number_is_noticed(name: str) -> None:
     result = read_result(RESULTS / f"{name}.json")
     before = [markdown(table) for table in tables_of(result)]
     assert before
-    key = {"dialects": "fixtures"}.get(result["kind"], "summary")
+    key = "fixtures" if "fixtures" in result else "summary"
     rows = list(result[key].values()) if isinstance(result[key], dict) else result[key]
     row = next(row for row in reversed(rows) if row.get("axis") != "budget")
     for field in (
@@ -101,3 +102,31 @@ def test_every_text_of_a_committed_result_is_the_targets_own(name: str) -> None:
 def test_a_recipes_table_has_the_targets_side_by_side() -> None:
     text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     assert re.search(r"^\| what changes \| cell \| stories, tau \| tiny, tau \| stories, to the base \|", text, re.M)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("recipes_long_cpu", "1024 tokens, block 16, one seed"),
+        ("recipes_240_cpu", "1024 tokens, block 16, 3 seeds, 95 % intervals"),
+        ("rejected_stories_cpu", "2048 tokens, 3 seeds, 95 % intervals"),
+    ],
+)
+def test_recipes_are_stated_with_each_targets_size(name: str, said: str) -> None:
+    """What a file says of its environment is of the last target alone."""
+    text = shown([read_result(RESULTS / f"{name}.json")], False)
+    assert f"steps of {said} · " in text
+    assert "stories: LlamaForCausalLM of 260 K parameters, " in text
+    assert "parameters + drafter" not in text
+
+
+def test_the_table_of_a_shape():
+    """Promise: ways of decoding, and forwards by dtype and number of columns."""
+    row = {"method": PLAIN, "ms_per_step": 9.0, "stated_tau": 1.0, "ms_per_token": 9.0, "speedup_at_stated_tau": 1.0}
+    forwards = [{"dtype": "bfloat16", "ms_per_forward": {"1 column": 8.0, "16 columns": 12.0}}]
+    decoded, widths = tables_of({"kind": "shape", "summary": [row], "forwards": forwards})
+    assert decoded == (
+        ["method", "step, ms", "stated tau", "ms per token", "speed-up"],
+        [[PLAIN, "9.00", "1", "9.00", "1.00x"]],
+    )
+    assert widths == (["dtype", "1 column, ms", "16 columns, ms"], [["bfloat16", "8.0", "12.0"]])

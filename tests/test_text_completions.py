@@ -13,6 +13,7 @@ from loopback import LoopbackServer, QuietHandler, started
 from tiny_models import greedy, make_target, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from dflash.common.openai_client import OpenAIClient
 from dflash.common.text_completions import exact_text
 from dflash.evaluation import Server, server_backend
 from dflash.regeneration import RegenerationSettings, Request, Sampling, ServerWriter, TargetWriter, regenerate_data
@@ -94,7 +95,9 @@ def target() -> Any:
 
 def make_writer(engine: TextEngine, tokenizer: Any, **how: Any) -> ServerWriter:
     config, generation_config = engine.target.config, engine.target.generation_config
-    return ServerWriter(engine.url, "my/pair", tokenizer, config, generation_config, wait=lambda _: None, **how)
+    return ServerWriter(
+        OpenAIClient(engine.url), "my/pair", tokenizer, config, generation_config, wait=lambda _: None, **how
+    )
 
 
 def evaluated(engine: TextEngine, tokenizer: Any) -> list[int]:

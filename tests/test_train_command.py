@@ -281,28 +281,6 @@ def test_every_setting_is_a_flag_in_the_panel_of_its_topic(run: Any, monkeypatch
         assert one.metadata["help"].split(". ")[0][:30] in words
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "instead"),
-    [
-        ("anchors", "fixed", "anchors are drawn anew each epoch, so leave it out"),
-        ("loss", "argmax", "use loss='ce'"),
-        ("loss", "reverse_kl", "use loss='forward_kl'"),
-        ("loss", "tv", "use loss='forward_kl'"),
-        ("loss", "mix", "use loss='forward_kl'"),
-        ("position_weights", "uniform", "use position_weights='decay'"),
-    ],
-)
-def test_a_removed_setting_is_refused_with_what_to_use_instead(
-    run: Any, tmp_path: Path, name: str, value: str, instead: str
-) -> None:
-    (tmp_path / "recipe.yaml").write_text(f"{name}: {value}\n")
-    for words in ([f"--{name.replace('_', '-')}", value], ["--config", tmp_path / "recipe.yaml"]):
-        status, _, err = run("--output", tmp_path / "drafter", *words)
-        assert (status, err.count("\n")) == (1, 1)
-        assert "removed" in err
-        assert instead in err
-
-
 def test_a_dry_run_says_what_it_would_take_and_writes_nothing(run: Any, tmp_path: Path) -> None:
     status, out, _ = run("--output", tmp_path / "drafter", *flags(**TINY | {"steps": 40}), "--dry-run")
     assert status == 0
@@ -369,7 +347,7 @@ def test_a_dry_run_decodes_in_the_targets_precision_and_is_said_once(
         return decode(drafter, target, *arguments, **how)
 
     decode = generation_dflash.generate_blocks
-    monkeypatch.setattr(generation_dflash, "generate_blocks", watched)
+    monkeypatch.setattr("dflash.training.rehearsal.generate_blocks", watched)
     words = ["--output", tmp_path / "drafter", *flags(**TINY | {"steps": 4}, target_dtype="bfloat16"), "--dry-run"]
     assert "speed" in run(*words)[1]
     assert set(dtypes) == {(torch.bfloat16, torch.bfloat16)}

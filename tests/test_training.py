@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel, generate_blocks
 from dflash.model.targets_dflash import check_pair
-from dflash.regeneration import regenerate
+from dflash.regeneration import Sampling, regenerate
 from dflash.training import (
     DrafterLoss,
     Example,
@@ -35,7 +35,7 @@ from dflash.training import (
     with_response,
     write_examples,
 )
-from dflash.training.batches import batch_indices
+from dflash.training.batches import BatchPlan, batch_indices
 from dflash.training.optimizers import group_names, rate_factor
 from dflash.training.size_estimate import widest
 
@@ -93,7 +93,7 @@ def test_regenerated_text_is_what_the_target_writes_for_each_prompt(target: PreT
 
 def test_sampled_regeneration_depends_on_its_seed_alone(target: PreTrainedModel) -> None:
     def sample(seed: int) -> list[list[int]]:
-        found = regenerate(target, [[5, 6, 7]] * 3, max_new_tokens=8, batch_size=2, temperature=1.0, seed=seed)
+        found = regenerate(target, [[5, 6, 7]] * 3, max_new_tokens=8, batch_size=2, sampling=Sampling(1.0), seed=seed)
         return [one.example.input_ids for one in found]
 
     torch.manual_seed(7)
@@ -159,8 +159,8 @@ def test_an_epoch_holds_every_example_once_and_repeats_by_its_seed() -> None:
     examples = [with_response([3] * 2, [5] * (length - 2)) for length in lengths]
 
     def epoch(number: int) -> list[torch.Tensor]:
-        settings = {"num_anchors": 4, "batch_tokens": 256, "pad_token_id": 0, "seed": 0}
-        return [batch.anchors for batch in epoch_batches(examples, number, **settings)]
+        plan = BatchPlan(num_anchors=4, batch_tokens=256)
+        return [batch.anchors for batch in epoch_batches(examples, number, plan)]
 
     assert all(map(torch.equal, epoch(0), epoch(0)))
     assert not all(map(torch.equal, epoch(0), epoch(1)))
@@ -418,9 +418,7 @@ def test_the_memory_estimate_is_of_the_widest_batch(
     """Where one text is long and many are short, the short ones together have more blocks."""
     data = [with_response([3], [5] * 60), *(with_response([3, 4], [5, 6] * length) for length in (4, 5, 6, 7) * 6)]
     trainer = Trainer(drafter, target, data, settings(num_anchors=8, batch_tokens=128, pack_length=pack_length))
-    batches = list(
-        epoch_batches(data, 0, num_anchors=8, batch_tokens=128, pad_token_id=0, seed=0, pack_length=pack_length)
-    )
+    batches = list(epoch_batches(data, 0, BatchPlan(num_anchors=8, batch_tokens=128, pack_length=pack_length)))
     columns, rows, pairs = widest(trainer)
     most = {
         "columns": max(batch.input_ids.numel() for batch in batches),
@@ -454,7 +452,7 @@ def test_the_memory_estimate_is_near_what_autograd_keeps_of_a_loss(
     trainer = Trainer(drafter, target, data, settings(**PLAIN_STEP | changed))
     weights = {parameter.untyped_storage().data_ptr() for parameter in drafter.parameters()}
     held: dict[int, torch.Tensor] = {}
-    (batch,) = epoch_batches(data, 0, **trainer.cut(), num_anchors=trainer.settings.num_anchors, pad_token_id=0)
+    (batch,) = epoch_batches(data, 0, trainer.plan)
     with (
         torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: held.setdefault(tensor.untyped_storage().data_ptr(), tensor), lambda tensor: tensor

@@ -9,7 +9,6 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-import dflash.regeneration
 import dflash.training
 from dflash.checkpoints import TARGET_NAME, embedded_path
 from dflash.training import Example, TrainingSettings, encode, load_examples, with_response, write_examples
@@ -182,22 +181,7 @@ def test_sources_that_do_not_exist_are_refused(tokenizer: Any, tmp_path: Path) -
         load_examples(tmp_path / "splits", tokenizer, split="test")
 
 
-# --- names of the last release ---
-
-
-@pytest.mark.parametrize("name", dflash.regeneration.__all__)
-def test_what_moved_to_regeneration_is_found_at_its_old_place_with_a_warning(name: str) -> None:
-    if name in ("Answer", "Request", "check_answer_file", "row_seed"):  # they were not here
-        with pytest.raises(AttributeError, match=name):
-            getattr(dflash.training, name)
-        return
-    with pytest.warns(DeprecationWarning, match=rf"dflash\.training\.{name} is now dflash\.regeneration\.{name}\."):
-        assert getattr(dflash.training, name) is getattr(dflash.regeneration, name)
-
-
-def test_what_was_renamed_is_found_by_its_old_name_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match=r"training\.read_examples is now dflash\.training\.load_examples\."):
-        assert dflash.training.read_examples is dflash.training.load_examples
+# --- names ---
 
 
 def test_every_exported_name_is_there() -> None:

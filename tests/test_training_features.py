@@ -14,7 +14,7 @@ from test_training_resume import SETTINGS, examples, run
 from tiny_models import make_drafter, make_target
 
 from dflash.common.files import only_writer
-from dflash.training import FrozenTarget, epoch_batches
+from dflash.training import BatchPlan, FrozenTarget, epoch_batches
 from dflash.training.features import CachedFeatures, documents_of, facts_of, feature_bytes, write_features
 
 
@@ -35,7 +35,7 @@ def test_features_from_disk_are_those_of_the_target(
     assert len(list((tmp_path / "f").glob("*.safetensors"))) > 3
     cached = CachedFeatures(tmp_path / "f", facts)
     shape = {"num_anchors": 2, "batch_tokens": 192, "pad_token_id": 0, "seed": 0, "pack_length": pack_length}
-    for batch in epoch_batches(data, 0, **shape):
+    for batch in epoch_batches(data, 0, BatchPlan(**shape)):
         read, online = cached(batch, wants_states=True), frozen(batch, wants_states=True)
         for row, columns in documents_of(batch):
             torch.testing.assert_close(read.features[row, columns], online.features[row, columns])

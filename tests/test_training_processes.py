@@ -23,6 +23,7 @@ from tiny_models import MASK_TOKEN_ID, make_target
 from torch import distributed, multiprocessing
 
 from dflash.training import (
+    BatchPlan,
     Trainer,
     TrainingRecord,
     TrainingSettings,
@@ -46,7 +47,7 @@ def short(output: Path, settings: TrainingSettings = SHORT, **arguments: Any) ->
 
 
 def test_the_data_leaves_a_process_without_a_row() -> None:
-    batches = epoch_batches(examples(13), 0, num_anchors=4, batch_tokens=96, pad_token_id=0, seed=0)
+    batches = epoch_batches(examples(13), 0, BatchPlan(num_anchors=4, batch_tokens=96))
     assert sorted(len(batch.input_ids) for batch in batches) == [1, 3, 3, 3, 3]
 
 

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from measure import TAU, GpuBench
+from reporting import tables_of
 from rows import all_rows, chosen, derived, line
 from runner import FAILED, MEASURED, SKIPPED, Row, run_rows
 
 from dflash.cli.terminal import show_table
 from dflash.common.provenance import record, write_result
-from dflash.evaluation import tables_of
 
 
 RESULTS = Path(__file__).parent.parent / "results"

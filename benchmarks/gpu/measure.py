@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from correctness import GREEDILY, MODES, NOTHING_LOOKED_UP, SAMPLED, Checks
+from simulated_pairs import scripted_continuation, scripted_pair, scripted_prompt, useless
 
 from dflash import DFlashDraftModel
 from dflash.common.provenance import machine, versions
@@ -24,12 +25,8 @@ from dflash.evaluation import (
     HAS_NATIVE,
     PeakMemory,
     TimedRun,
-    scripted_continuation,
-    scripted_pair,
-    scripted_prompt,
     timed_blocks,
     timed_generate,
-    useless,
 )
 from dflash.training import DrafterLoss, Example, FrozenTarget, build_optimizers, collate, sample_anchors
 
@@ -66,7 +63,9 @@ class GpuBench:
         self.num_texts = 0
         self.device, self.dtype = torch.device("cuda"), torch.bfloat16
         if self.is_smoke:
-            torch.compiler.set_stance("force_eager")  # on a CPU the compiler takes minutes; compiled functions run as they are
+            torch.compiler.set_stance(
+                "force_eager"
+            )  # on a CPU the compiler takes minutes; compiled functions run as they are
             self.device, self.dtype = torch.device("cpu"), torch.float32
             torch.set_num_threads(1)
         self.facts = {**facts_of(self.device), "dtype": str(self.dtype).removeprefix("torch.")}

@@ -54,7 +54,7 @@ if [[ -n ${PACKAGES-} && ! -d $packages ]]; then
 fi
 cd "$here/../.."
 export COLUMNS=${COLUMNS:-140} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-path=$PWD
+path=$PWD:$PWD/benchmarks
 if [[ -d $packages ]]; then
     site=$(mktemp -d)
     trap 'rm -rf "$site"' EXIT

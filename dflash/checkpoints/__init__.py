@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         load_embedded_pair,
     )
     from .folders import check_replaceable, replace_folder, save_checkpoint, written_aside
-    from .licences import STATE_ONE, Card, Licence, licence_lines, read_card, read_licence
+    from .licences import HOW_TO_STATE, Card, Licence, licence_lines, read_card, read_licence
     from .pairing import make_pair, save_pair
     from .publishing import Publication, Published, plan_publication, publish
     from .rules import ENGINES, Finding, Report, Verdict, check, report_lines
@@ -30,7 +30,7 @@ __all__ = [
     "DOMINO_NAME",
     "DRAFTER_NAME",
     "ENGINES",
-    "STATE_ONE",
+    "HOW_TO_STATE",
     "TARGET_NAME",
     "Card",
     "Finding",

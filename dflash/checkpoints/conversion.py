@@ -1,6 +1,7 @@
 """Drafters of any published dialect, written in this library's form or in the one that all engines read."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,16 @@ def convert_checkpoint(
         ValueError: if the checkpoint or its card cannot be read exactly, holds weights that are NaN or infinite, belongs to
             another target, or would replace something else.
     """
-    drafter = _read(source, Path(folder).expanduser().absolute(), **kwargs)
+    folder = Path(folder).expanduser().absolute()
+    drafter = _read(source, folder, **kwargs)
     if target is not None:
         _complete(drafter.config, target, trust_remote_code)
     if not drafter.config.vocab_size:
         raise ValueError(f"The config.json of {source} does not say vocab_size: pass target (--target).")
     licence, files = carried_licence(os.fspath(source), kwargs.get("revision"))
     if licence.name is not None:
-        whose = None if target is None else str(target)
-        card = drafter_card(drafter.config, Path(folder).name, whose, licence.front_matter)
+        target_name = None if target is None else str(target)
+        card = drafter_card(drafter.config, folder.name, target_name, licence.front_matter)
         files["README.md"] = card.encode()
     return save_checkpoint(drafter, folder, files=files)
 
@@ -77,26 +79,31 @@ def export_checkpoint(
         ("draft_vocab_size", "a head of its own over part of the vocabulary, which SGLang and TensorRT-LLM drop"),
         ("sample_from_anchor", "an anchor that proposes, which vLLM refuses and SGLang ignores"),
     ):
-        if value := getattr(drafter.config, name):
+        value = getattr(drafter.config, name)
+        if value:
             raise ValueError(f"{name}={value}: this drafter has {what}. {CONVERT}.")
     _complete(drafter.config, target, trust_remote_code)
-
-    def refuse_failing(written: Path) -> None:
-        """Raises ValueError if some engine fails on the pair: the engines, the first reason, and which others read it as it is."""
-        verdicts = check(written, str(target)).verdicts
-        failing = [verdict for verdict in verdicts if verdict.verdict == "fails"]
-        if failing:
-            first, names = failing[0].findings[0], ", ".join(verdict.name for verdict in failing)
-            reading = [one.name for one in verdicts if one.verdict == "works" and one.engine != "remote-code"]
-            also = f" and, by the rules of `dflash check`, for {', '.join(reading)}" if reading else ""
-            way = f"{CONVERT}{also}"
-            if (Path(source) / "training.json").exists():
-                way += "; a folder that `dflash train` wrote has that form already"
-            raise ValueError(f"{names} cannot run this drafter ({first.field}: {first.why.rstrip('.')}). {way}.")
-
     licence, files = carried_licence(os.fspath(source), kwargs.get("revision"))
     card = drafter_card(drafter.config, folder.name, str(target), licence.front_matter)
-    return save_checkpoint(drafter, folder, files=files | {"README.md": card.encode()}, inspect=refuse_failing)
+    files["README.md"] = card.encode()
+    return save_checkpoint(drafter, folder, files=files, inspect=partial(_refuse_failing, source, str(target)))
+
+
+def _refuse_failing(source: str | os.PathLike[str], target: str, written: Path) -> None:
+    """Raises ValueError if some engine fails on the pair: the engines, the first reason, and which others read it as it is."""
+    verdicts = check(written, target).verdicts
+    failing = [verdict for verdict in verdicts if verdict.verdict == "fails"]
+    if not failing:
+        return
+    first = failing[0].findings[0]
+    way = CONVERT
+    reading = [verdict.name for verdict in verdicts if verdict.verdict == "works" and verdict.engine != "remote-code"]
+    if reading:
+        way += f" and, by the rules of `dflash check`, for {', '.join(reading)}"
+    if (Path(source) / "training.json").exists():
+        way += "; a folder that `dflash train` wrote has that form already"
+    names = ", ".join(verdict.name for verdict in failing)
+    raise ValueError(f"{names} cannot run this drafter ({first.field}: {first.why.rstrip('.')}). {way}.")
 
 
 def _read(source: str | os.PathLike[str], folder: Path, **kwargs: Any) -> DFlashDraftModel:
@@ -109,8 +116,10 @@ def _read(source: str | os.PathLike[str], folder: Path, **kwargs: Any) -> DFlash
             drafter: DFlashDraftModel = DFlashDraftModel.from_pretrained(source, dtype="auto", **kwargs)
     except OSError as error:
         raise ValueError(f"The drafter {source} cannot be read: {first_line(error)}") from error
-    weights = {name: tensor for name, tensor in drafter.state_dict().items() if tensor.dtype.itemsize > 1}
-    broken = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
+    broken = []
+    for name, tensor in drafter.state_dict().items():
+        if tensor.dtype.itemsize > 1 and not tensor.isfinite().all():
+            broken.append(name)
     if broken:
         raise ValueError(f"Weights of {source} are NaN or infinite ({summary(broken)}): {RETRAIN}")
     return drafter
@@ -122,17 +131,18 @@ def _complete(config: Any, target: str | os.PathLike[str], trust_remote_code: bo
 
     try:
         loaded = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
-        known = loaded.get_text_config(decoder=True)
+        target_config = loaded.get_text_config(decoder=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"The config of the target {target} cannot be read: {first_line(error)}") from error
-    for name, mine, its in (
-        ("hidden_size", config.hidden_size, known.hidden_size),
-        ("vocab_size", config.vocab_size, known.vocab_size),
-        ("num_target_layers", config.num_target_layers, known.num_hidden_layers),
+    for name, value in (
+        ("hidden_size", target_config.hidden_size),
+        ("vocab_size", target_config.vocab_size),
+        ("num_target_layers", target_config.num_hidden_layers),
     ):
-        if mine and mine != its:
+        own = getattr(config, name)
+        if own and own != value:
             raise ValueError(
-                f"{name} is {mine} for the drafter and {its} for {target}: it was trained for another target."
+                f"{name} is {own} for the drafter and {value} for {target}: it was trained for another target."
             )
-        setattr(config, name, its)
+        setattr(config, name, value)
     config.check()

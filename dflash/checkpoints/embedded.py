@@ -74,15 +74,16 @@ def export_embedded_pair(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
         ValueError: if one of the folders exists and is not a checkpoint.
     """
     folder = Path(folder).expanduser().absolute()
-    target_path, *drafter_paths = (folder / name for name in (TARGET_NAME, DRAFTER_NAME, DOMINO_NAME))
-    known = json.loads((embedded_path(TARGET_NAME) / "config.json").read_text(encoding="utf-8"))
-    check_replaceable(target_path, tuple(known["architectures"]))
-    for path in drafter_paths:
-        check_replaceable(path)
-    for path in drafter_paths:
-        source = embedded_path(path.name)
-        card = (source / "README.md").read_text(encoding="utf-8")
-        save_checkpoint(DFlashDraftModel.from_pretrained(source, dtype="auto"), path, files={"README.md": card})
+    target_path = folder / TARGET_NAME
+    source = embedded_path(TARGET_NAME)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    check_replaceable(target_path, tuple(config["architectures"]))
+    for name in (DRAFTER_NAME, DOMINO_NAME):
+        check_replaceable(folder / name)
+    for name in (DRAFTER_NAME, DOMINO_NAME):
+        drafter = DFlashDraftModel.from_pretrained(embedded_path(name), dtype="auto")
+        card = (embedded_path(name) / "README.md").read_text(encoding="utf-8")
+        save_checkpoint(drafter, folder / name, files={"README.md": card})
     with written_aside(target_path) as aside:
-        shutil.copytree(embedded_path(TARGET_NAME), aside)
-    return target_path, drafter_paths[0]
+        shutil.copytree(source, aside)
+    return target_path, folder / DRAFTER_NAME

@@ -34,16 +34,16 @@ def save_checkpoint(
     files: Mapping[str, str | bytes] | None = None,
     inspect: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Writes `model` to `folder` and returns it; a drafter's code goes beside its weights, `custom_generate` included.
+    """Writes `model` to `folder` and returns the path; a drafter's code goes beside its weights, `custom_generate` included.
 
     Everything is written aside and then renamed, so `folder` never holds half a checkpoint.
 
     Args:
         model: A drafter or a target.
         folder: Where to; an older checkpoint of the same kind there is replaced.
-        tokenizer: Saved beside the model if given.
+        tokenizer: Saved beside the model, if there is one.
         files: Texts and other content by file name, such as the card in README.md.
-        inspect: Given the complete checkpoint before it takes its place; what it raises leaves `folder` as it was.
+        inspect: Called with the complete checkpoint before it takes its place; what it raises leaves `folder` as it was.
 
     Raises:
         ValueError: if `folder` holds something that is not such a checkpoint.
@@ -91,16 +91,24 @@ def check_replaceable(folder: Path, architectures: tuple[str, ...] = DRAFTERS) -
         return
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} exists and is not a checkpoint (no config.json): choose another folder.")
-    named: list[Any] = []
-    with suppress(ValueError, AttributeError, TypeError):  # an unreadable config.json names no class
-        config = parsed_json((folder / "config.json").read_bytes())
-        named += config.get("architectures") or []
-        named.append(str((config.get("auto_map") or {}).get("AutoModel")).removeprefix("modeling_dflash."))
-    if not set(map(str, named)) & set(architectures):
+    if not _classes(folder / "config.json") & set(architectures):
         raise ValueError(f"{folder} holds another model than {architectures[0]}: choose another folder.")
     for path in sorted(folder.iterdir()):
-        if path.name not in FOLDERS if path.is_dir() else not any(map(path.match, FILES)):
+        is_known = any(map(path.match, FILES))
+        if path.is_dir():
+            is_known = path.name in FOLDERS
+        if not is_known:
             raise ValueError(f"{folder} holds {path.name}, which replacing it would delete: choose another folder.")
+
+
+def _classes(path: Path) -> set[str]:
+    """The classes that a config.json names; none if it cannot be read."""
+    with suppress(ValueError, AttributeError, TypeError):
+        config = parsed_json(path.read_bytes())
+        entry = (config.get("auto_map") or {}).get("AutoModel")
+        names = [*(config.get("architectures") or []), str(entry).removeprefix("modeling_dflash.")]
+        return set(map(str, names))
+    return set()
 
 
 def replace_folder(new: Path, folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""A checkpoint's card, the licence that it states, and what this forbids of what is about to be done.
+"""A checkpoint's card, the licence that it states, and what this licence forbids.
 
-It reads what the authors wrote: the front matter of README.md, else the first line of a LICENSE file.
+The licence is read where authors write it: in the front matter of README.md, else in the first line of a LICENSE file.
 """
 
 import json
@@ -13,19 +13,24 @@ from huggingface_hub import metadata_load
 
 from dflash.common.messages import first_line
 
-from .rules.checkpoint_files import downloaded, read_json
+from .rules.checkpoint_files import local_folder, read_json
 
 
 Purpose = Literal["adapt", "check", "pair", "publish", "train"]
 
-FILES = ("README.md", "LICENSE*", "LICENCE*", "training.json")
+TEXTS = ("LICENSE*", "LICENCE*")
+FILES = ["README.md", *TEXTS, "training.json"]
 NON_COMMERCIAL = re.compile(r"\bnc\b|non-?commercial|\bresearch\b", re.IGNORECASE)
 NO_DERIVATIVES = re.compile(r"\bnd\b|no-?deriv", re.IGNORECASE)
-# Between the licences of a checkpoint and of those that it was trained from; a name may hold a comma.
+TERMS = {
+    "non-commercial": (NON_COMMERCIAL, "no commercial use"),
+    "no derivatives": (NO_DERIVATIVES, "changed copies may not be shared"),
+}
+# Between the licence of a checkpoint and those of its origins; a name may hold a comma.
 BETWEEN = "; "
-# Creative Commons' version 4 lets anybody change the work, and forbids to share the changed one; older ones forbid both.
+# Creative Commons' version 4 lets anybody change the work, and forbids to share the changed work; older versions forbid both.
 CHANGES_ARE_PRIVATE = re.compile(r"(nd|derivatives),?[- ](version )?4", re.IGNORECASE)
-STATE_ONE = (
+HOW_TO_STATE = (
     "state one: `--license apache-2.0` of dflash train, or `license: apache-2.0` in the front matter of its README.md"
 )
 ACCEPT = "pass --accept-licence if its authors allow it"
@@ -43,13 +48,16 @@ class Card:
 
 def read_card(checkpoint: str | Path, revision: str | None = None) -> Card:
     """The card of a folder or Hub id; ValueError if it cannot be read."""
-    folder = Path(checkpoint).expanduser()
-    folder = folder if folder.is_dir() else downloaded(str(checkpoint), "checkpoint", FILES, revision)
-    readme, facts = folder / "README.md", folder / "training.json"
+    folder = local_folder(checkpoint, "checkpoint", revision=revision, allow_patterns=FILES)
+    readme = folder / "README.md"
+    record = folder / "training.json"
+    fields: dict[str, Any] = {}
+    text = ""
     try:
-        fields = (metadata_load(readme) if readme.is_file() else None) or {}
-        text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
-        return Card(folder, fields, text, read_json(facts, "") if facts.is_file() else {})
+        if readme.is_file():
+            fields = metadata_load(readme) or {}
+            text = readme.read_text(encoding="utf-8")
+        return Card(folder, fields, text, read_json(record, "") if record.is_file() else {})
     except Exception as error:  # whatever a YAML reader makes of it
         raise ValueError(
             f"The card of {checkpoint} cannot be read ({first_line(error)}): correct its README.md."
@@ -69,18 +77,21 @@ class Licence:
 
     @property
     def inherited(self) -> str | None:
-        """What a drafter that is trained on from this one has to keep in mind: its licence, and that of its origin."""
-        return BETWEEN.join(dict.fromkeys(filter(None, (*(self.origin or "").split(BETWEEN), self.name)))) or None
+        """The licences that bind a drafter that is trained on from this one: this one's, and that of its origin."""
+        names = [*(self.origin or "").split(BETWEEN), self.name]
+        return BETWEEN.join(dict.fromkeys(filter(None, names))) or None
 
     @property
     def front_matter(self) -> str:
         """The lines by which the card of a copy states it too; none if it is not stated."""
         if self.name is None:
             return ""
-        is_identifier = re.fullmatch(r"[a-z0-9.+-]+", self.name)
-        name = self.name if is_identifier else f"other\nlicense_name: {json.dumps(self.name)}"
-        link = "" if self.link is None else f"license_link: {json.dumps(str(self.link))}\n"
-        return f"license: {name}\n{link}"
+        lines = f"license: {self.name}\n"
+        if not re.fullmatch(r"[a-z0-9.+-]+", self.name):  # a title, and no identifier
+            lines = f"license: other\nlicense_name: {json.dumps(self.name)}\n"
+        if self.link is not None:
+            lines += f"license_link: {json.dumps(str(self.link))}\n"
+        return lines
 
     @property
     def forbids_changed_copies(self) -> bool:
@@ -89,19 +100,18 @@ class Licence:
 
     @property
     def forbids_private_changes(self) -> bool:
-        """Whether one of these names forbids also a changed copy that is not shared."""
+        """Whether its name, or that of its origin, forbids also a changed copy that is not shared."""
         forbidding = filter(NO_DERIVATIVES.search, (self.inherited or "").split(BETWEEN))
         return any(CHANGES_ARE_PRIVATE.search(name) is None for name in forbidding)
 
     @property
-    def terms(self) -> list[str]:
-        """What these names say that they forbid."""
-        found = [("non-commercial", NON_COMMERCIAL), ("no derivatives", NO_DERIVATIVES)]
-        return [term for term, pattern in found if pattern.search(self.inherited or "")]
+    def terms(self) -> dict[str, str]:
+        """What its name, or that of its origin, forbids: the term, and what it means."""
+        return {term: meaning for term, (pattern, meaning) in TERMS.items() if pattern.search(self.inherited or "")}
 
 
 def read_licence(checkpoint: str | Path) -> Licence:
-    """The licence of a folder or Hub id. What cannot be read is said in `unread` and is no error."""
+    """The licence of a folder or Hub id. Why one cannot be read is in `unread`, and is no error."""
     try:
         return _licence_of(read_card(checkpoint))
     except ValueError as error:
@@ -110,18 +120,26 @@ def read_licence(checkpoint: str | Path) -> Licence:
 
 def _licence_of(card: Card) -> Licence:
     stated = card.fields.get("license")
-    stated = ", ".join(map(str, stated)) if isinstance(stated, list) else None if stated == "unknown" else stated
+    if isinstance(stated, list):
+        stated = ", ".join(map(str, stated))
+    if stated == "unknown":
+        stated = None
     name = card.fields.get("license_name") if stated in (None, "other") else stated
     link = card.fields.get("license_link")
     files = _licence_paths(card.folder)
     if name is None and files:
         lines = files[0].read_text(encoding="utf-8", errors="replace").splitlines()
-        name = next((line.strip(" #*") for line in lines if line.strip(" #*")), None)
+        titles = [line.strip(" #*") for line in lines]
+        name = next(filter(None, titles), None)
         link = link or files[0].name
-    is_gated = any(str(field).startswith("extra_gated") for field in card.fields)
     name = name or stated
-    origin = card.facts.get("init_licence")
-    return Licence(name and str(name), link, is_gated, origin, is_trained="curve" in card.facts)
+    return Licence(
+        name and str(name),
+        link,
+        any(str(field).startswith("extra_gated") for field in card.fields),
+        card.facts.get("init_licence"),
+        is_trained="curve" in card.facts,
+    )
 
 
 def carried_licence(checkpoint: str | Path, revision: str | None = None) -> tuple[Licence, dict[str, bytes]]:
@@ -136,7 +154,7 @@ def carried_licence(checkpoint: str | Path, revision: str | None = None) -> tupl
 
 
 def _licence_paths(folder: Path) -> list[Path]:
-    return sorted(path for pattern in FILES[1:3] for path in folder.glob(pattern) if path.is_file())
+    return sorted(path for pattern in TEXTS for path in folder.glob(pattern) if path.is_file())
 
 
 def licence_lines(
@@ -153,39 +171,49 @@ def licence_lines(
     Example:
         >>> lines = licence_lines("check", drafter="drafter-DFlash", target="Qwen/Qwen3-8B")
     """
-    models = {
-        role: read_licence(name) for role, name in (("drafter", drafter), ("target", target)) if name is not None
-    }
-    own = models.get("drafter", Licence())
-    if not is_accepted and purpose == "publish" and own.origin and NO_DERIVATIVES.search(own.origin):
+    named = {"drafter": drafter, "target": target}
+    licences = {role: read_licence(name) for role, name in named.items() if name is not None}
+    if "drafter" in licences and not is_accepted:
+        _refuse_forbidden(purpose, licences["drafter"], str(drafter))
+    return [f"Licence: {role} {_sentence(licence)}" for role, licence in licences.items()]
+
+
+def _refuse_forbidden(purpose: Purpose, licence: Licence, drafter: str) -> None:
+    """Raises ValueError if the licence of a drafter forbids the purpose."""
+    if purpose == "publish" and NO_DERIVATIVES.search(licence.origin or ""):
         what = "forbids to share changed copies, and this drafter was trained from one of that licence"
-        raise ValueError(f"The licence {own.origin} {what}: keep it to yourself, or {ACCEPT}.")
-    if purpose == "adapt" and own.forbids_changed_copies and not is_accepted:
+        raise ValueError(f"The licence {licence.origin} {what}: keep it to yourself, or {ACCEPT}.")
+    if purpose == "adapt" and licence.forbids_changed_copies:
         raise ValueError(
-            f"The licence {own.inherited} of {drafter} allows no derivatives, and adapting makes one: train a new drafter "
-            "(dflash train without --init), or pass --i-have-permission if its authors allow it."
+            f"The licence {licence.inherited} of {drafter} allows no derivatives, and adapting makes one: train a new "
+            "drafter (dflash train without --init), or pass --i-have-permission if its authors allow it."
         )
-    if purpose == "train" and own.forbids_private_changes and not is_accepted:
+    if purpose == "train" and licence.forbids_private_changes:
         raise ValueError(
-            f"The licence {own.inherited} of {drafter} forbids changed copies, and --init makes one: begin without "
+            f"The licence {licence.inherited} of {drafter} forbids changed copies, and --init makes one: begin without "
             f"--init, or {ACCEPT}."
         )
-    return [f"Licence: {role} {_said(licence)}" for role, licence in models.items()]
 
 
-def _said(licence: Licence) -> str:
+def _sentence(licence: Licence) -> str:
+    """What follows "Licence: drafter"."""
     if licence.unread:
         return f"not known ({licence.unread.rstrip('.')})."
-    if licence.inherited is None and licence.is_trained:
-        return (
-            f"states none. If you trained it, {STATE_ONE}. If not, ask its authors before you use, change or share it."
-        )
     if licence.inherited is None:
-        return "states none: ask its authors before you use, change or share it."
-    said = licence.name or "states none"
+        ask = "ask its authors before you use, change or share it."
+        if licence.is_trained:
+            return f"states none. If you trained it, {HOW_TO_STATE}. If not, {ask}"
+        return f"states none: {ask}"
+    sentence = licence.name or "states none"
     if licence.origin not in (None, licence.name):
-        said += f", trained from one of {licence.origin}"
-    more = [*licence.terms, *(["gated"] if licence.is_gated else []), *([licence.link] if licence.link else [])]
-    forbidden = {"non-commercial": "no commercial use", "no derivatives": "changed copies may not be shared"}
-    consequences = ", ".join(forbidden[term] for term in licence.terms)
-    return said + (f" ({', '.join(more)})" if more else "") + (f": {consequences}." if consequences else ".")
+        sentence += f", trained from one of {licence.origin}"
+    notes = list(licence.terms)
+    if licence.is_gated:
+        notes.append("gated")
+    if licence.link:
+        notes.append(licence.link)
+    if notes:
+        sentence += f" ({', '.join(notes)})"
+    if licence.terms:
+        sentence += f": {', '.join(licence.terms.values())}"
+    return f"{sentence}."

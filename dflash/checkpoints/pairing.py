@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dflash.common.cards import pair_card
 from dflash.common.files import adapter_fault
-from dflash.common.messages import first_line
 from dflash.common.version import __version__
 
 from .conversion import convert_checkpoint
 from .folders import DRAFTERS, save_checkpoint, written_aside
 from .licences import read_card
 from .publishing import CARD, PAIR, SECRETS, TRAINING_STATE, working_report
-from .rules.checkpoint_files import read_json
+from .rules.checkpoint_files import downloaded, local_folder, read_json
 
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
 INDICES = "*.index.json"
+# Not fetched where safetensors are.
+OTHER_FORMATS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*", "onnx/*"]
 # What `save_pretrained` writes has another name, so that nothing is saved through a link into the target's own weights.
 LINK = "model-target-{:05d}-of-{:05d}.safetensors"
 LICENCE = ("license", "license_name", "license_link")
@@ -86,26 +87,26 @@ def make_pair(
     drafter_folder = _local(drafter, "drafter")
     config = read_json(target_folder / "config.json", f"The target {target} holds no config.json: give its folder.")
     _check_target(str(target), target_folder, config)
-    its = read_json(drafter_folder / "config.json", f"The drafter {drafter} holds no config.json: give its folder.")
-    _check_settings(dict(settings or {}), its, on_error)
+    drafter_config = read_json(
+        drafter_folder / "config.json", f"The drafter {drafter} holds no config.json: give its folder."
+    )
+    _check_settings(dict(settings or {}), drafter_config, on_error)
     is_on_hub = not Path(drafter).expanduser().is_dir()
     with written_aside(folder) as aside:
         aside.mkdir()
         _copy_small_files(target_folder, aside)
         _place_weights(target_folder, aside, copy)
-        place = {"drafter": "drafter"}
-        if is_on_hub and not copy and _has_this_code(drafter_folder):
-            place = _named(str(drafter), drafter_folder)
-        elif _is_ours(its):
-            _copy_drafter(drafter_folder, aside / "drafter")
+        if _is_ours(drafter_config):
+            place = _place_drafter(str(drafter), drafter_folder, aside, is_on_hub and not copy)
         else:
+            place = {"drafter": "drafter"}
             convert_checkpoint(drafter_folder, aside / "drafter", target_folder, trust_remote_code)
         _write_door(aside, {**place, "settings": dict(settings or {}), "on_error": on_error})
         _write_card(aside, folder.name, target_folder, target=str(target), drafter=str(drafter))
-        in_its_form = aside / "drafter" if (aside / "drafter").exists() else drafter_folder
-        working_report(in_its_form, str(target_folder), os.fspath(drafter))
+        drafter_here = aside / "drafter" if (aside / "drafter").exists() else drafter_folder
+        working_report(drafter_here, str(target_folder), os.fspath(drafter))
         if "auto_map" not in config:  # code is not run to find out
-            _check_fit(aside, in_its_form)
+            _check_fit(aside, drafter_here)
     return folder
 
 
@@ -140,15 +141,11 @@ def save_pair(model: "PreTrainedModel", folder: str | os.PathLike[str], tokenize
             raise ValueError(f"The model {fault}")
         _copy_small_files(source, aside)
         drafter = str(content["drafter"])
-        place = {"drafter": "drafter"}
         if (source / drafter).is_dir():
-            _copy_drafter(source / drafter, aside / "drafter")
+            place = _place_drafter(drafter, source / drafter, aside)
         else:
             drafter_folder = _local(drafter, "drafter", content.get("revision"))
-            if _has_this_code(drafter_folder):
-                place = _named(drafter, drafter_folder)
-            else:
-                _copy_drafter(drafter_folder, aside / "drafter")
+            place = _place_drafter(drafter, drafter_folder, aside, is_on_hub=True)
         _write_door(aside, {**place, "settings": content.get("settings") or {}, "on_error": content.get("on_error")})
         _write_card(aside, folder.name, source)
     return folder
@@ -164,21 +161,10 @@ def _new_folder(folder: str | os.PathLike[str]) -> Path:
 
 def _local(name: str | os.PathLike[str], what: str, revision: str | None = None) -> Path:
     """The folder of a checkpoint's files, fetched if it is on the Hub; ValueError if there is none."""
-    from huggingface_hub import snapshot_download
-
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder.absolute()
-    try:
-        others = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*", "onnx/*"]
-        fetched = Path(snapshot_download(str(name), revision=revision, ignore_patterns=others))
-        if not any(fetched.glob("*.safetensors")):
-            snapshot_download(str(name), revision=revision, allow_patterns=["*.bin", "*.bin.index.json"])
-    except Exception as error:
-        raise ValueError(
-            f"The {what} {name} is no folder and cannot be fetched from the Hub ({first_line(error)}): give its folder."
-        ) from error
-    return fetched
+    folder = local_folder(name, what, revision=revision, ignore_patterns=OTHER_FORMATS)
+    if not any(folder.glob("*.safetensors")) and not Path(name).expanduser().is_dir():
+        downloaded(str(name), what, revision=revision, allow_patterns=["*.bin", "*.bin.index.json"])
+    return folder.absolute()
 
 
 # -- the target's files
@@ -298,16 +284,15 @@ def _has_this_code(folder: Path) -> bool:
     return True
 
 
-def _named(name: str, snapshot: Path) -> dict[str, str]:
-    """What dflash.json says of a drafter that stays on the Hub."""
-    return {"drafter": name, "revision": snapshot.name}  # a snapshot has the name of its commit
-
-
-def _copy_drafter(source: Path, folder: Path) -> None:
-    """The drafter's config and weights, with the code of this version."""
+def _place_drafter(name: str, source: Path, pair: Path, is_on_hub: bool = False) -> dict[str, str]:
+    """What dflash.json says of a drafter: its name and commit on the Hub, if it holds this code, or else a copy in the pair."""
+    if is_on_hub and _has_this_code(source):
+        return {"drafter": name, "revision": source.name}  # a snapshot has the name of its commit
+    folder = pair / "drafter"
     folder.mkdir()
     for path in (*_code(), *source.glob("*.safetensors"), *source.glob("*.json"), *source.glob(CARD)):
         shutil.copyfile(path, folder / path.name)
+    return {"drafter": folder.name}
 
 
 def _write_door(folder: Path, content: Mapping[str, Any]) -> None:

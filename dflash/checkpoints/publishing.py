@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +20,7 @@ from .rules import Report, check
 
 CARD, DOOR, PAIR = "README.md", "custom_generate/generate.py", "dflash.json"
 
-# Files of a former checkpoint that would be read with the new one's, were they left in the repository.
+# Files of a former checkpoint: left in the repository, they would be read together with the new files.
 STALE = (
     "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "*_dflash.py", "custom_generate/*"
 )  # fmt: skip
@@ -124,12 +124,30 @@ def plan_publication(
         ValueError: if transformers cannot run the checkpoint, if the folder holds the state of a training run or what
             looks secret, or if `repo_id` or `base_model` is no name of a repository.
     """
+    folder = Path(folder).expanduser().absolute()
+    _check_names(repo_id, base_model)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: give the folder of a drafter's checkpoint.")
+    is_pair = (folder / PAIR).is_file()
+    report = working_report(drafter_of(folder), str(folder)) if is_pair else working_report(folder, target)
+    files, left_out = _sorted_out(folder, is_pair)
+    written = _written(folder, files, repo_id, target, base_model)
+    files |= {name: File(name, text.encode()) for name, text in written.items()}
+    for file in files.values():
+        if not file.path.endswith(".safetensors") and KEY.search(file.read()):
+            raise ValueError(
+                f"{file.path} holds what looks like a secret key: take it out, and revoke it if it is one."
+            )
+    in_order = tuple(files[name] for name in sorted(files))
+    publication = Publication(repo_id, in_order, tuple(written), tuple(left_out), report, is_pair)
+    publication.card  # noqa: B018  (refused here rather than by the Hub)
+    return publication
+
+
+def _check_names(repo_id: str, base_model: str | None) -> None:
+    """Raises ValueError if one of two repositories has no name that the Hub takes."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    from dflash.drafter import DFlashConfig
-    from dflash.model.generation_dflash import custom_generate_source
-
-    folder = Path(folder).expanduser().absolute()
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -141,51 +159,64 @@ def plan_publication(
         raise ValueError(f"{repo_id!r} says no namespace: {remedy}")
     if base_model is not None and not HUB_ID.fullmatch(base_model):
         raise ValueError(f"--base-model {base_model} is no id on the Hub: give namespace/name.")
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give the folder of a drafter's checkpoint.")
-    is_pair = (folder / PAIR).is_file()
-    report = working_report(folder if not is_pair else drafter_of(folder), target if not is_pair else str(folder))
-    taken, left_out = [], []
+
+
+def _sorted_out(folder: Path, is_pair: bool) -> tuple[dict[str, File], list[str]]:
+    """The files of a folder that are published, by their paths in it, and the names of what is left out."""
+    places = [*folder.glob("custom_generate/*.py")]
+    if is_pair:
+        places += folder.glob("drafter/*.*")
+    left_out = []
     code = _named_code(folder)
     for path in sorted(folder.iterdir()):
-        for patterns, fault in (
-            (SECRETS, "looks secret"),
-            (TRAINING_STATE, "is the state of a training run, which no user of the drafter loads"),
-        ):
-            if any(map(path.match, patterns)):
-                raise ValueError(f"{path.name} {fault}: move it out of the folder before it is published.")
+        _refuse_private(path)
         is_whole = is_pair and not path.name.startswith(".")
-        if path.is_file() and (any(map(path.match, FILES)) or path in code or is_whole):
-            taken.append(File(path.name, path))
-        elif path.name not in ("custom_generate", *["drafter"] * is_pair):
-            left_out.append(path.name + "/" * path.is_dir())
-    below = [*folder.glob("custom_generate/*.py"), *(folder.glob("drafter/*.*") if is_pair else ())]
-    taken += [File(path.relative_to(folder).as_posix(), path) for path in sorted(below)]
-    files = {file.path: file for file in taken}
+        if path.is_file() and (is_whole or path in code or any(map(path.match, FILES))):
+            places.append(path)
+        elif path.name != "custom_generate" and not (is_pair and path.name == "drafter"):
+            left_out.append(f"{path.name}/" if path.is_dir() else path.name)
+    files = {}
+    for path in places:
+        name = path.relative_to(folder).as_posix()
+        files[name] = File(name, path)
+    return files, left_out
+
+
+def _refuse_private(path: Path) -> None:
+    """Raises ValueError for a file that looks secret, or that is the state of a training run."""
+    fault = None
+    if any(map(path.match, SECRETS)):
+        fault = "looks secret"
+    elif any(map(path.match, TRAINING_STATE)):
+        fault = "is the state of a training run, which no user of the drafter loads"
+    if fault is not None:
+        raise ValueError(f"{path.name} {fault}: move it out of the folder before it is published.")
+
+
+def _written(
+    folder: Path, files: Mapping[str, File], repo_id: str, target: str | None, base_model: str | None
+) -> dict[str, str]:
+    """The files that the folder lacks, and its card where that says something else, by their paths."""
+    from dflash.drafter import DFlashConfig
+    from dflash.model.generation_dflash import custom_generate_source
+
     written = {} if DOOR in files else {DOOR: custom_generate_source()}
-    if CARD not in files and is_pair:
-        written[CARD] = pair_card(repo_id)
-    elif CARD not in files:
-        written[CARD] = drafter_card(DFlashConfig.from_pretrained(folder), repo_id, target)
+    before = None
+    if CARD in files:
+        before = files[CARD].read().decode()
+        text = before.replace(f'from_pretrained("{folder.name}"', f'from_pretrained("{repo_id}"')
+    elif PAIR in files:
+        text = pair_card(repo_id)
     else:
-        text = files[CARD].read().decode()
-        renamed = text.replace(f'from_pretrained("{folder.name}"', f'from_pretrained("{repo_id}"')
-        written |= {} if renamed == text else {CARD: renamed}
+        text = drafter_card(DFlashConfig.from_pretrained(folder), repo_id, target)
     if base_model is not None:
-        card = _read_card(written[CARD] if CARD in written else files[CARD].read().decode())
+        card = _read_card(text)
         if card.data.to_dict().get("base_model") != base_model:
             card.data.base_model = base_model
-            written[CARD] = str(card)
-    files |= {name: File(name, text.encode()) for name, text in written.items()}
-    for file in files.values():
-        if not file.path.endswith(".safetensors") and KEY.search(file.read()):
-            raise ValueError(
-                f"{file.path} holds what looks like a secret key: take it out, and revoke it if it is one."
-            )
-    in_order = tuple(files[name] for name in sorted(files))
-    made = Publication(repo_id, in_order, tuple(written), tuple(left_out), report, is_pair)
-    made.card  # noqa: B018  (refused here rather than by the Hub)
-    return made
+            text = str(card)
+    if text != before:
+        written[CARD] = text
+    return written
 
 
 def drafter_of(pair: Path) -> str:
@@ -230,38 +261,47 @@ def publish(
     Raises:
         ValueError: without a token or permission, and where the Hub cannot be reached or refuses.
     """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+    from huggingface_hub import HfApi, get_token
 
     if get_token() is None:
         raise ValueError("There is no token of the Hub: run `hf auth login`, or set HF_TOKEN.")
     api = HfApi()
-    with _explained(publication.repo_id, api.endpoint):
-        api.create_repo(publication.repo_id, private=private or None, exist_ok=True)
+    repo_id = publication.repo_id
+    with _explained(repo_id, api.endpoint):
+        api.create_repo(repo_id, private=private or None, exist_ok=True)
         if revision is not None:
-            api.create_branch(publication.repo_id, branch=revision, exist_ok=True)
-        before = api.model_info(publication.repo_id, revision=revision)
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        before = api.model_info(repo_id, revision=revision)
         if private and not before.private:
             raise ValueError(
-                f"{publication.repo_id} exists and is public: make it private in its settings first, or leave out "
-                "--private."
+                f"{repo_id} exists and is public: make it private in its settings first, or leave out --private."
             )
-        names = {file.path for file in publication.files}
-        there = [item.rfilename for item in before.siblings or ()]
-        stale = [name for name in there if name not in names and any(map(Path(name).match, STALE))]
-        operations: list[Any] = [CommitOperationDelete(name) for name in stale]
-        operations += [
-            CommitOperationAdd(file.path, file.content if isinstance(file.content, bytes) else str(file.content))
-            for file in publication.files
-        ]
-        done = api.create_commit(
-            publication.repo_id,
-            operations,
-            commit_message=message or f"Upload a DFlash {'pair' if publication.is_pair else 'drafter'}",
+        kind = "pair" if publication.is_pair else "drafter"
+        commit = api.create_commit(
+            repo_id,
+            _operations(publication, [item.rfilename for item in before.siblings or ()]),
+            commit_message=message or f"Upload a DFlash {kind}",
             revision=revision,
             parent_commit=before.sha,  # refused if somebody else has committed since
         )
-    url = f"{api.endpoint}/{publication.repo_id}" + (f"/tree/{revision}" if revision else "")
-    return Published(publication.repo_id, url, done.oid, done.oid != before.sha, publication.is_pair)
+    url = f"{api.endpoint}/{repo_id}"
+    if revision:
+        url += f"/tree/{revision}"
+    return Published(repo_id, url, commit.oid, commit.oid != before.sha, publication.is_pair)
+
+
+def _operations(publication: Publication, present: list[str]) -> list[Any]:
+    """What a commit does in a repository that holds the files `present`."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    operations: list[Any] = []
+    names = {file.path for file in publication.files}
+    for name in present:
+        if name not in names and any(map(Path(name).match, STALE)):
+            operations.append(CommitOperationDelete(name))
+    for file in publication.files:
+        operations.append(CommitOperationAdd(file.path, file.content))
+    return operations
 
 
 def _named_code(folder: Path) -> set[Path]:
@@ -269,12 +309,12 @@ def _named_code(folder: Path) -> set[Path]:
     from transformers.dynamic_module_utils import get_relative_import_files
 
     entries = parsed_json((folder / "config.json").read_bytes()).get("auto_map") or {}
-    found: set[Path] = set()
+    code: set[Path] = set()
     for entry in entries.values():
         path = folder / f"{str(entry).rpartition('.')[0]}.py"
         if path.is_file():
-            found |= {path, *map(Path, get_relative_import_files(path))}
-    return found
+            code |= {path, *map(Path, get_relative_import_files(path))}
+    return code
 
 
 @contextmanager
@@ -291,13 +331,13 @@ def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
         raise ValueError("HF_HUB_OFFLINE is set, so nothing can be published: unset it.") from error
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
-        told = {
+        remedies = {
             401: "the Hub does not know the token: run `hf auth login` again, or set HF_TOKEN.",
             403: f"the token may not write to {namespace}: use one with write access, or another namespace.",
             412: "somebody else has committed meanwhile: look at that commit, then publish again.",
         }
-        said = told.get(status or 0, f"the Hub refused ({first_line(error)}): try again, or look at {endpoint}.")
-        raise ValueError(f"{repo_id} was not published: {said}") from error
+        reason = remedies.get(status or 0, f"the Hub refused ({first_line(error)}): try again, or look at {endpoint}.")
+        raise ValueError(f"{repo_id} was not published: {reason}") from error
     except Exception as error:
         cause: BaseException | None = error  # versions of the client use several libraries, and wrap their errors
         while cause and not (isinstance(cause, ConnectionError) or type(cause).__module__.split(".")[0] in NETWORK):

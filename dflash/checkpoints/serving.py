@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .rules import check
-from .rules.checkpoint_files import downloaded, read_json
+from .rules.checkpoint_files import local_folder, read_json
 from .rules.engine_readings import either, whole_number
 
 
@@ -62,9 +62,9 @@ def server_command(
         speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": num_drafts}
         return ServerCommand(("vllm", "serve", target, "--speculative-config", json.dumps(speculative), *extra))
     if engine == "sglang":  # which counts the anchor among the draft tokens
-        own = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", drafter)
-        width = ("--speculative-num-draft-tokens", str(block_size))
-        return ServerCommand(("sglang", "serve", "--model-path", target, *own, *width, *extra))
+        own = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", drafter]
+        own += ["--speculative-num-draft-tokens", str(block_size)]
+        return ServerCommand(("sglang", "serve", "--model-path", target, *own, *extra))
     if engine != "trtllm":
         raise ValueError(f"engine={engine!r} has no server here: use vllm, sglang or trtllm.")
     # TensorRT-LLM reads speculation from a YAML file alone; JSON is YAML.
@@ -75,9 +75,8 @@ def server_command(
 
 def declared_block_size(drafter: str) -> int:
     """`block_size` of a drafter's config.json, from its folder or the Hub; ValueError if it cannot be found."""
-    folder = Path(drafter).expanduser()
     try:
-        folder = folder if folder.is_dir() else downloaded(drafter, "drafter", ("config.json",))
+        folder = local_folder(drafter, "drafter", allow_patterns="config.json")
         config = read_json(folder / "config.json", f"{folder} holds no config.json.")
     except ValueError as error:
         raise ValueError(f"{str(error).rstrip('.')}, or give --block-size.") from error
@@ -95,17 +94,19 @@ def refuse_unfit(engine: str, target: str, drafter: str, block_size: int | None 
     """
     if not Path(drafter).expanduser().is_dir():
         return
-    its_folder = target if Path(target).expanduser().is_dir() else None
-    (verdict,) = check(drafter, its_folder, (engine,)).verdicts
+    target_folder = target if Path(target).expanduser().is_dir() else None
+    (verdict,) = check(drafter, target_folder, (engine,)).verdicts
     errors = [finding for finding in verdict.findings if finding.severity == "error"]
     if errors:
+        first = errors[0]
+        field = first.field if first.value is None else f"{first.field}={first.value!r}"
         more = f" `dflash check` shows {len(errors) - 1} more." if len(errors) > 1 else ""
-        value = "" if errors[0].value is None else f"={errors[0].value!r}"
         raise ValueError(
-            f"{verdict.name} cannot serve {drafter}: {errors[0].field}{value} ({errors[0].file}): "
-            f"{errors[0].why} Remedy: {errors[0].fix} --no-check serves it nevertheless.{more}"
+            f"{verdict.name} cannot serve {drafter}: {field} ({first.file}): {first.why} Remedy: {first.fix} "
+            f"--no-check serves it nevertheless.{more}"
         )
-    if block_size is not None and block_size > (trained := declared_block_size(drafter)):
+    if block_size is not None and block_size > declared_block_size(drafter):
+        trained = declared_block_size(drafter)
         raise ValueError(
             f"--block-size {block_size} is more than the {trained} that {drafter} was trained with: leave it out, or "
             "serve it nevertheless with --no-check."

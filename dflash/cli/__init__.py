@@ -3,6 +3,6 @@
 
 def main() -> None:
     """Runs the command line."""
-    from .app import main as run  # loads all commands, which whoever asks for one of these modules does not need
+    from .app import main as run  # it loads all commands, and the modules of this folder need none
 
     run()

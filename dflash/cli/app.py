@@ -1,5 +1,6 @@
 """The application: every command in its panel, and every error as one sentence."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from dflash.common.version import __version__
 from dflash.training import ADAPTATION, DRAFTER
 
 from .adapt import adapt
-from .arguments import WholeNames, with_short_types
+from .arguments import METHODS, WholeNames, with_short_types
 from .bench import bench
 from .canary import canary
 from .check import check
@@ -51,7 +52,8 @@ app = typer.Typer(
 )
 for panel, commands in PANELS.items():
     for name, command in commands.items():
-        app.command(name, cls=WholeNames, rich_help_panel=panel)(with_short_types(command))
+        text = str(inspect.getdoc(command)).replace("{methods}", METHODS)
+        app.command(name, cls=WholeNames, help=text, rich_help_panel=panel)(with_short_types(command))
 
 
 def _print_version(is_asked: bool) -> None:

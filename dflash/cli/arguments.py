@@ -11,6 +11,13 @@ from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 
+# The methods of `bench` and `eval`, in lines for the help: its paragraphs are not filled.
+METHODS = """target.generate, prompt lookup, native dflash (transformers 5.15 on),
+dflash (the drafter alone), dflash with lookup (the default of
+spec_generate), dflash with lookup and trees, dflash eager,
+dflash compiled, dflash adaptive, dflash tree, dflash drafting nothing,
+random drafter adaptive"""
+
 LONGEST_OPPOSITE = 16  # letters of a `--no-…` that has room beside its flag
 
 
@@ -36,12 +43,17 @@ def with_short_types(command: Callable[..., Any]) -> Callable[..., Any]:
     words = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         hint, *notes = get_args(parameter.annotation)
-        kinds = {hint, *get_args(hint)}
-        kinds |= {inner for kind in kinds for inner in get_args(kind)}  # of `list[Path] | None`
+        kinds = _kinds(hint)
+        letters = [word for kind, word in words.items() if kind in kinds]
         for note in notes:
-            if isinstance(note, OptionInfo) and note.metavar is None:
-                note.metavar = next((word for kind, word in words.items() if kind in kinds), None)
+            if isinstance(note, OptionInfo) and note.metavar is None and letters:
+                note.metavar = letters[0]
     return command
+
+
+def _kinds(hint: Any) -> set[Any]:
+    """A type and all that it is made of: `list[Path] | None` has `Path` in it."""
+    return {hint}.union(*map(_kinds, get_args(hint)))
 
 
 prompt_option, decoding_option, model_option = panel("Prompts"), panel("Decoding"), panel("Models and device")
@@ -83,6 +95,9 @@ Model = Annotated[str | None, server_option(help="The served model's name. Defau
 BaselineModel = Annotated[
     str | None, server_option(help="The model's name at --baseline-url. Default: that of --model.")
 ]
+Repeats = Annotated[int, decoding_option(min=1, help="Runs of each method on each prompt; the median counts.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")]
+BeginAnew = Annotated[bool, typer.Option("--overwrite", help="Begin anew in an --output that holds a run.")]
 Output = Annotated[Path | None, result_option(help="JSON file to write.")]
 Overwrite = Annotated[bool, result_option("--overwrite", help="Replace a file that exists at --output.")]
 AsJson = Annotated[bool, result_option("--json", help="Print one JSON object.")]

@@ -14,7 +14,16 @@ from dflash.common.messages import counted
 
 from . import arguments
 from .arguments import decoding_option, model_option, prompt_option, result_option
-from .loading import Pair, hide_loading_bars, known_device, listed, load_pair, read_prompt_files, say_without_template
+from .loading import (
+    Pair,
+    hide_loading_bars,
+    known_device,
+    listed,
+    load_pair,
+    question,
+    read_prompt_files,
+    say_without_template,
+)
 from .terminal import counting_bar, show_table
 
 
@@ -36,7 +45,7 @@ def bench(
     thinking: arguments.Thinking = False,
     methods: Annotated[str | None, decoding_option(help="More methods, with commas between. Default: all.")] = None,
     max_new_tokens: Annotated[int, decoding_option(min=2, help="Longest answer, in tokens.")] = 256,
-    repeats: Annotated[int, decoding_option(min=1, help="Runs of each method on each prompt; the median counts.")] = 3,
+    repeats: arguments.Repeats = 3,
     profiled: Annotated[int, decoding_option(min=0, help="Number of prompts that are profiled; 0 for none.")] = 4,
     output: Annotated[Path | None, result_option(help="JSON file to write, with plots as PNG beside it.")] = None,
     overwrite: arguments.Overwrite = False,
@@ -44,16 +53,12 @@ def bench(
 ) -> None:
     """Times every way of decoding with a pair, in turns on the same prompts, and compares their texts.
 
-    Methods: target.generate, prompt lookup, native dflash (transformers 5.15 on),
-    dflash (the drafter alone), dflash with lookup (the default of
-    spec_generate), dflash with lookup and trees, dflash eager,
-    dflash compiled, dflash adaptive, dflash tree, dflash drafting nothing,
-    random drafter adaptive.
+    Methods: {methods}.
     """
     if (target is None) != (drafter is None):
         raise ValueError("--target and --drafter go together: give both, or neither for the embedded pair.")
     chosen = None if methods is None else listed(methods, "--methods")
-    asked = {name: dialogues[:limit] for name, dialogues in read_prompt_files(prompts or ()).items()}
+    dialogues = {name: rows[:limit] for name, rows in read_prompt_files(prompts or ()).items()}
     with ExitStack() as lock:
         if output is not None:
             check_output(output, overwrite)
@@ -63,7 +68,7 @@ def bench(
 
         from dflash.checkpoints import heldout_problems, load_embedded_pair
         from dflash.common.provenance import write_result
-        from dflash.evaluation import Prompt, chat_encoder, check_methods, run_bench, save_plots
+        from dflash.evaluation import BenchPlan, Prompt, chat_encoder, check_methods, run_bench
 
         check_methods(chosen or ())
         known_device(device)
@@ -73,30 +78,41 @@ def bench(
             pair = load_pair(target, drafter, dtype, device, trust_remote_code)
         else:
             pair = Pair(*load_embedded_pair("float32" if dtype == "auto" else dtype))
-        if not asked:
+        if not dialogues:
             problems = heldout_problems()[:limit]
-            asked = {"held-out templates": [[{"role": "user", "content": one.question}] for one in problems]}
+            dialogues = {"held-out templates": [question(problem.question) for problem in problems]}
         say_without_template(pair.tokenizer, chat_template)
         encode = chat_encoder(pair.tokenizer, thinking, chat_template)
-        encoded = [Prompt(task, encode(dialogue)) for task in asked for dialogue in asked[task]]
-        template = pair.tokenizer.chat_template if chat_template else None
-        facts = {"target": target, "drafter": drafter, "enable_thinking": thinking, "chat_template": template}
-        how = max_new_tokens, repeats, chosen, profiled
-        result = run_bench(pair.target, pair.drafter, encoded, *how, facts, bar)
+        encoded = [Prompt(task, encode(dialogue)) for task, rows in dialogues.items() for dialogue in rows]
+        facts = {
+            "target": target,
+            "drafter": drafter,
+            "enable_thinking": thinking,
+            "chat_template": pair.tokenizer.chat_template if chat_template else None,
+        }
+        plan = BenchPlan(max_new_tokens, repeats, chosen, profiled)
+        result = run_bench(pair.target, pair.drafter, encoded, plan, facts, bar)
         if as_json:
             print(json.dumps({name: value for name, value in result.items() if name not in RAW}))
         else:
             show(result)
-        if output is None:
-            return
-        write_result(output, result)
-    written = [output]
+        if output is not None:
+            write_result(output, result)
+    if output is not None:
+        written = _plots(result, output)
+        if not as_json:
+            print("\n".join(map(str, written)))
+
+
+def _plots(result: dict[str, Any], output: Path) -> list[Path]:
+    """Draws the plots beside `output`, which is there already, and returns all paths."""
+    from dflash.evaluation import save_plots
+
     try:
-        written += save_plots(result, output)
-    except ValueError as error:  # the figures are saved, and the plots can be made from them at any time
+        return [output, *save_plots(result, output)]
+    except ValueError as error:  # they can be drawn from the figures at any time
         Console(stderr=True, highlight=False).print(f"{error} Then: dflash report {output}", soft_wrap=True)
-    if not as_json:
-        print("\n".join(map(str, written)))
+        return [output]
 
 
 TIMED = (
@@ -121,7 +137,9 @@ def show(result: dict[str, Any]) -> None:
     """The tables of the measurement and of the profile on standard output, and what their figures depend on."""
     from dflash.evaluation import caveat, place_of, table_of
 
-    rows, setup, decoding = result["summary"], result["environment"], result["decoding"]
+    rows = result["summary"]
+    setup = result["environment"]
+    decoding = result["decoding"]
     for task in dict.fromkeys(row["task"] for row in rows):
         of_task = [row for row in rows if row["task"] == task]
         show_table(table_of(of_task, TIMED, short=True), f"{task}, {counted(of_task[0]['prompts'], 'prompt')}")
@@ -129,9 +147,13 @@ def show(result: dict[str, Any]) -> None:
             prompts = counted(of_task[0]["profiled_prompts"], "prompt")
             title = f"A step, profiled on {prompts} (slower than unprofiled)"
             show_table(table_of(of_task, PROFILED, short=True), title)
-    facts = (
-        f"{setup['target_dtype']}, {place_of(setup)}, block {setup['block_size']}, greedy, batch 1, "
-        f"at most {decoding['max_new_tokens']} tokens, medians of {decoding['repeats']} interleaved repeats. "
-        f"{caveat(rows, setup['target_dtype'])}"
-    )
-    Console(highlight=False).print(Text(facts.rstrip(), "dim"))
+    facts = [
+        setup["target_dtype"],
+        place_of(setup),
+        f"block {setup['block_size']}",
+        "greedy, batch 1",
+        f"at most {decoding['max_new_tokens']} tokens",
+        f"medians of {decoding['repeats']} interleaved repeats",
+    ]
+    sentence = caveat(rows, setup["target_dtype"])
+    Console(highlight=False).print(Text(f"{', '.join(facts)}. {sentence}".rstrip(), "dim"))

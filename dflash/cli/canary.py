@@ -10,7 +10,7 @@ from dflash.common.files import check_output
 
 from . import arguments
 from .arguments import panel, prompt_option, result_option, server_option
-from .loading import api_key, numbers, read_prompts
+from .loading import api_key, numbers, question, read_prompts
 from .terminal import progress_bar, show_table
 
 
@@ -48,22 +48,30 @@ def canary(
     levels = tuple(sorted(set(numbers(concurrency, "--concurrency", least=1))))
     for path in filter(None, (output, plot)):
         check_output(path, overwrite)
-    asked = None if prompts is None else read_prompts(prompts)
+    dialogues = None if prompts is None else read_prompts(prompts)
     key = api_key(api_key_env)
 
     from dflash.checkpoints import heldout_problems
     from dflash.common.provenance import write_result
     from dflash.evaluation import Load, Server, run_canary, save_drawing
 
-    goals = price_per_hour, target_ms_per_token, target_ms_to_first_token
-    load = Load(levels, rounds, max_new_tokens, temperature, thinking, seed, *goals)
-    asked = asked or [[{"role": "user", "content": problem.question}] for problem in heldout_problems()]
-    urls = {"dflash": url} if baseline_url is None else {"baseline": baseline_url, "dflash": url}
-    clients = {name: Server(address, key, timeout) for name, address in urls.items()}
-    names = {"baseline": baseline_model or model, "dflash": model}
-    servers = {name: (server, server.only_model(names[name])) for name, server in clients.items()}
+    load = Load(
+        levels,
+        rounds,
+        max_new_tokens,
+        temperature,
+        thinking,
+        seed,
+        price_per_hour,
+        target_ms_per_token,
+        target_ms_to_first_token,
+    )
+    dialogues = dialogues or [question(problem.question) for problem in heldout_problems()]
+    places = {"baseline": (baseline_url, baseline_model or model), "dflash": (url, model)}
+    clients = {name: Server(address, key, timeout) for name, (address, _) in places.items() if address is not None}
+    servers = {name: (server, server.only_model(places[name][1])) for name, server in clients.items()}
     with progress_bar("Asking the servers", num_steps=len(levels) * len(servers)) as advance:
-        result = run_canary(servers, asked, load, advance, hardware)
+        result = run_canary(servers, dialogues, load, advance, hardware)
     if output is not None:
         write_result(output, result)
     _show(result)
@@ -80,5 +88,5 @@ def _show(result: dict[str, Any]) -> None:
         best = "no level" if row is None else f"{row['tokens_per_second']:.0f} tokens/s, {row['concurrency']} at once"
         console.print(f"Within the target, {name}: {best}", style="bold")
     if result["decoding"]["prompts_repeat"]:
-        said = "There were fewer prompts than requests: later ones may come from the server's prefix cache."
-        console.print(said, style="dim")
+        sentence = "There were fewer prompts than requests: later ones may come from the server's prefix cache."
+        console.print(sentence, style="dim")

@@ -31,9 +31,9 @@ def check(
     from dflash.checkpoints import ENGINES, licence_lines, report_lines
     from dflash.checkpoints import check as check_checkpoint
 
-    asked = tuple(dict.fromkeys(engine or ENGINES))
+    engines = tuple(dict.fromkeys(engine or ENGINES))
     name = checkpoint(drafter, "DRAFTER")
-    report = check_checkpoint(name, target, asked)
+    report = check_checkpoint(name, target, engines)
     licences = licence_lines("check", name, target)
     if as_json:
         print(json.dumps({**report.as_json(), "licences": licences}, ensure_ascii=False))

@@ -23,6 +23,6 @@ def convert(
     hide_loading_bars()
     from dflash.checkpoints import convert_checkpoint
 
-    asked = {"weights_only": True} if weights_only else {}
-    its_target = None if target is None else checkpoint(target, "--target")
-    print(convert_checkpoint(checkpoint(source, "SOURCE"), folder, its_target, trust_remote_code, **asked))
+    options = {"weights_only": True} if weights_only else {}
+    target_name = None if target is None else checkpoint(target, "--target")
+    print(convert_checkpoint(checkpoint(source, "SOURCE"), folder, target_name, trust_remote_code, **options))

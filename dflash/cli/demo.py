@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .arguments import DtypeName
-from .loading import Pair, dtype_name, encode, given, hide_loading_bars
+from .loading import Pair, checked_prompt, dtype_name, encode, hide_loading_bars
 from .terminal import BlockPrinter, Comparison, comparison_table, legend, progress_bar
 
 
@@ -35,7 +35,7 @@ def demo(
             )
         pair = Pair(*load_embedded_pair(dtype, DOMINO_NAME if domino else DRAFTER_NAME))
         advance()
-        texts = [problem.question for problem in problems[:prompts]] if prompt is None else [given(prompt)]
+        texts = [problem.question for problem in problems[:prompts]] if prompt is None else [checked_prompt(prompt)]
         inputs = [encode(pair, text) for text in texts]
         warm_up(pair, inputs[0])
     show_comparison(pair, texts, inputs, max_new_tokens)
@@ -51,33 +51,45 @@ def warm_up(pair: Pair, input_ids: Any) -> None:
 
 def show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_tokens: int) -> None:
     """Answers each prompt plainly, then with DFlash, both streamed; ends with the table."""
-    import torch
-
-    from dflash.evaluation import GREEDY, caveat, first_difference, place_of, timed_blocks, timed_generate
-
     console = Console(highlight=False)
     console.print(legend(console))
     rows = []
     for text, input_ids in zip(texts, inputs, strict=True):
         console.print(Text(f"\n{text.strip()}", "bold"))
-        console.print(Text("\ntarget.generate", "dim"))
-        printer, most = BlockPrinter(console, pair.tokenizer), {"max_new_tokens": max_new_tokens}
-        plain = timed_generate(pair.target, input_ids, on_tokens=printer.tokens, **most, **GREEDY)
-        printer.end()
-        console.print(Text("\nDFlash", "dim"))
-        printer = BlockPrinter(console, pair.tokenizer)
-        fast = timed_blocks(pair.drafter, pair.target, input_ids, printer.block, temperature=0.0, **most)
-        printer.end()
-        parts = first_difference(pair.target, input_ids, plain.token_ids, fast.token_ids)
-        rows.append(Comparison(plain, fast, parts))
+        rows.append(_compare(console, pair, input_ids, max_new_tokens))
     console.print()
     console.print(comparison_table(rows))
+    num_identical = sum(row.difference is None for row in rows)
+    console.print(Text(_facts(pair, num_identical, len(rows)), "dim"))
+
+
+def _compare(console: Console, pair: Pair, input_ids: Any, max_new_tokens: int) -> Comparison:
+    """Answers one prompt twice, streamed."""
+    from dflash.evaluation import GREEDY, first_difference, timed_blocks, timed_generate
+
+    longest = {"max_new_tokens": max_new_tokens}
+    console.print(Text("\ntarget.generate", "dim"))
+    printer = BlockPrinter(console, pair.tokenizer)
+    plain = timed_generate(pair.target, input_ids, on_tokens=printer.tokens, **longest, **GREEDY)
+    printer.end()
+    console.print(Text("\nDFlash", "dim"))
+    printer = BlockPrinter(console, pair.tokenizer)
+    fast = timed_blocks(pair.drafter, pair.target, input_ids, printer.block, temperature=0.0, **longest)
+    printer.end()
+    return Comparison(plain, fast, first_difference(pair.target, input_ids, plain.token_ids, fast.token_ids))
+
+
+def _facts(pair: Pair, num_identical: int, num_prompts: int) -> str:
+    """What the figures depend on, and why texts may differ if some do."""
+    import torch
+
+    from dflash.evaluation import caveat, place_of
+
     device = pair.target.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     place = place_of({"device": name, "threads": torch.get_num_threads()})
     block_size = pair.drafter.config.block_size
     facts = f"{dtype_name(pair)}, {place}, block size {block_size}, greedy, batch 1"
-    num_identical = sum(row.difference is None for row in rows)
-    if num_identical < len(rows):
-        facts = f"{facts}. {caveat([{'identical': num_identical}], dtype_name(pair))}".rstrip()
-    console.print(Text(facts, "dim"))
+    if num_identical == num_prompts:
+        return facts
+    return f"{facts}. {caveat([{'identical': num_identical}], dtype_name(pair))}".rstrip()

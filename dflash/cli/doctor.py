@@ -1,7 +1,6 @@
 """`dflash doctor`: why a pair accepts little, and what to change."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,7 +42,7 @@ def doctor(
     """
     if output is not None:
         check_output(output, overwrite)
-    asked = None if prompts is None else loading.read_prompts(prompts)[:limit]
+    dialogues = None if prompts is None else loading.read_prompts(prompts)[:limit]
     pair = loading.load_pair(target, drafter, dtype, device, trust_remote_code)
 
     from dflash.checkpoints import read_card
@@ -59,7 +58,7 @@ def doctor(
         pair.target,
         Setup(pair.drafter, chat_template, thinking),
         pair.tokenizer,
-        asked or [[{"role": "user", "content": text}] for text in DOCTORS_PROMPTS],
+        dialogues or list(map(loading.question, DOCTORS_PROMPTS)),
         max_new_tokens,
         card,
         {"target": public_name(target), "drafter": public_name(drafter)},
@@ -75,39 +74,52 @@ def doctor(
 
 def _show(result: dict[str, Any]) -> None:
     """The trials, what the card says, and what to do."""
-    console, decoding, setup = Console(highlight=False), result["decoding"], result["environment"]
-    facts = (
-        f"{counted(decoding['prompts'], 'prompt')}, {counted(result['summary'][0]['steps'], 'step')}, greedy, "
-        f"{setup['target_dtype']}, thinking "
-        f"{'on' if decoding['enable_thinking'] else 'off'}, {'the' if decoding['chat_template'] else 'no'} chat template"
-    )
-    console.print(Text.assemble((f"{decoding['target']} with {decoding['drafter']}", "bold"), (f"  {facts}", "dim")))
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("change", overflow="fold")
-    table.add_column("tau", justify="right")
-    last = setup["block_size"] - 1
-    places = [place for place in (1, 2, 4, 8) if place < last] + [last]
-    for place in places:
-        table.add_column(f"at {place}", justify="right", no_wrap=True)
-    for before, row in pairwise([{"after": []}, *result["summary"]]):
-        if row["after"] != before["after"]:
-            table.add_row(Text(f"with {row['after'][-1]}:", "bold"))
-        change = f"{'  ' * len(row['after'])}{row['change'] or 'as it is'}"
-        if row["tau"] is None:
-            table.add_row(f"{change} ({row['error']})", "-")
-            continue
-        figures = [row["accepted_at"][place - 1 : place] for place in places]
-        table.add_row(change, f"{row['tau']:.2f}", *(f"{100 * one[0]:.0f} %" if one else "" for one in figures))
-    console.print(table)
+    console = Console(highlight=False)
+    decoding = result["decoding"]
+    setup = result["environment"]
+    facts = [
+        counted(decoding["prompts"], "prompt"),
+        counted(result["summary"][0]["steps"], "step"),
+        "greedy",
+        setup["target_dtype"],
+        f"thinking {'on' if decoding['enable_thinking'] else 'off'}",
+        f"{'the' if decoding['chat_template'] else 'no'} chat template",
+    ]
+    pair = f"{decoding['target']} with {decoding['drafter']}"
+    console.print(Text.assemble((pair, "bold"), (f"  {', '.join(facts)}", "dim")))
+    console.print(_trials(result["summary"], setup["block_size"] - 1))
     console.print(
         Text("at N: of the steps that propose a token at position N of the block, those that keep it", "dim")
     )
-    said = ", ".join(f"{one['tau']:.2f} ({one['measured_on']})" for one in result["published"])
-    console.print(f"Published tau: {said or 'the card states none'}")
+    published = ", ".join(f"{stated['tau']:.2f} ({stated['measured_on']})" for stated in result["published"])
+    console.print(f"Published tau: {published or 'the card states none'}")
     for sentence in result["observations"]:
         console.print(Text.assemble(("! ", "yellow"), sentence))
-    for number, one in enumerate(result["advice"], start=1):
-        gain = f"tau {one['tau_before']:.2f} → {one['tau']:.2f}"
-        console.print(Text.assemble((f"{number}. {one['change']}: {gain}", "bold green"), f"  ({one['reason']})"))
+    for number, advice in enumerate(result["advice"], start=1):
+        gain = f"{number}. {advice['change']}: tau {advice['tau_before']:.2f} → {advice['tau']:.2f}"
+        console.print(Text.assemble((gain, "bold green"), f"  ({advice['reason']})"))
     if not result["advice"]:
         console.print("Nothing tried does better.", style="bold")
+
+
+def _trials(rows: list[dict[str, Any]], last: int) -> Table:
+    """A row for each trial; `last` is the last position of a block."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("change", overflow="fold")
+    table.add_column("tau", justify="right")
+    places = [place for place in (1, 2, 4, 8) if place < last] + [last]
+    for place in places:
+        table.add_column(f"at {place}", justify="right", no_wrap=True)
+    after: list[str] = []
+    for row in rows:
+        if row["after"] != after:
+            after = row["after"]
+            table.add_row(Text(f"with {after[-1]}:", "bold"))
+        change = f"{'  ' * len(after)}{row['change'] or 'as it is'}"
+        if row["tau"] is None:
+            table.add_row(f"{change} ({row['error']})", "-")
+            continue
+        shares = dict(enumerate(row["accepted_at"], start=1))
+        figures = [f"{100 * shares[place]:.0f} %" if place in shares else "" for place in places]
+        table.add_row(change, f"{row['tau']:.2f}", *figures)
+    return table

@@ -2,10 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ from dflash.common.messages import counted
 from . import arguments, loading
 from .arguments import decoding_option, prompt_option, result_option, server_option
 from .terminal import counting_bar, show_table
-from .tracing import Decode, TraceFile, check_trace_file, recording
+from .tracing import TraceFile, check_trace_file, recording
 
 
 def evaluate(
@@ -47,7 +46,7 @@ def evaluate(
         int | None,
         decoding_option(min=2, help="Longest answer, in tokens. Default: 2048, or half of the target's positions."),
     ] = None,
-    repeats: Annotated[int, decoding_option(min=1, help="Runs of each method on each prompt; the median counts.")] = 1,
+    repeats: arguments.Repeats = 1,
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = None,
     trust_remote_code: arguments.TrustRemoteCode = False,
@@ -68,11 +67,7 @@ def evaluate(
     Tasks: gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mt-bench,
     spec-bench, alpaca, speed-bench.
 
-    Methods: target.generate, prompt lookup, native dflash (transformers 5.15 on),
-    dflash (the drafter alone), dflash with lookup (the default of
-    spec_generate), dflash with lookup and trees, dflash eager,
-    dflash compiled, dflash adaptive, dflash tree, dflash drafting nothing,
-    random drafter adaptive.
+    Methods: {methods}.
 
     With --url and --baseline-url two servers answer, and only the target's tokenizer is read here.
 
@@ -81,65 +76,39 @@ def evaluate(
     or accelerate launch (which starts a single one with --cpu).
     """
     loading.hide_loading_bars()
-    if data_root is not None:  # reading local rows takes no time, and its errors are sentences of ours
-        import datasets
-
-        datasets.disable_progress_bars()
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     from dflash.common.processes import Processes
-    from dflash.evaluation import (
-        OURS,
-        EvalPlan,
-        Server,
-        check_eval_output,
-        check_methods,
-        pair_backend,
-        questions_of,
-        questions_of_prompts,
-        run_eval,
-        server_backend,
-    )
+    from dflash.common.runs import Run
+    from dflash.evaluation import EvalPlan, Server, check_methods, run_eval, server_backend
 
+    if data_root is not None:
+        _silence_datasets()
+    processes = Processes()
+    _check_servers(url, baseline_url, methods, processes.count)
+    chosen = loading.listed(methods, "--methods")
     if tasks is None and not prompts:
         raise ValueError(
             "Nothing is asked: give --tasks with names of tasks, --prompts with a file of your own, or both."
         )
-    if (url is None) != (baseline_url is None):
-        raise ValueError("--url and --baseline-url go together: the speed-up is over the target served alone.")
-    if url is not None and methods != "dflash":
-        raise ValueError(f"--methods {methods} run in this process, and --url asks a server: leave one of them out.")
-    chosen = loading.listed(methods, "--methods")
     check_methods(chosen)
-    if trace is not None and (url is not None or OURS not in chosen):
-        why = "--url asks a server" if url is not None else f"--methods {methods} leaves it out"
-        raise ValueError(f"--trace {trace} records the drafts of the method {OURS}, and {why}: leave one of them out.")
+    _check_traced(trace, url, chosen)
     loading.known_device(device)
-    wanted = () if tasks is None else loading.listed(tasks, "--tasks")
-    pair_names = loading.checkpoint(target, "--target"), loading.checkpoint(drafter, "--drafter")
     plan = EvalPlan(
-        *pair_names, wanted, limit or None, seed, data_root, repeats, thinking, chat_template, score, unsafe_code
+        loading.checkpoint(target, "--target"),
+        loading.checkpoint(drafter, "--drafter"),
+        () if tasks is None else loading.listed(tasks, "--tasks"),
+        limit or None,
+        seed,
+        data_root,
+        repeats,
+        thinking,
+        chat_template,
+        score,
+        unsafe_code,
     )
-    processes = Processes()
-    if url is not None and processes.count > 1:
-        raise ValueError(
-            f"--url asks one question at a time, not the {processes.count} of as many processes: start one."
-        )
-    prompts, written = prompts or [], [] if output is None else [output, output.parent / f"{output.stem}.jsonl"]
-    if processes.is_first:
-        for path in prompts:
-            if path.resolve() in [one.resolve() for one in written]:
-                raise ValueError(
-                    f"--prompts {path} is a file that --output {output} writes: give --output another name."
-                )
-        check_trace_file(trace, [*prompts, *written])
-    with ExitStack() as held:
-        # The lock is taken before anything is loaded: of two commands the first one writes.
-        if output is not None and processes.is_first:
-            check_eval_output(output, overwrite)
-            held.enter_context(only_writer(output))
-        own = loading.read_prompt_files(prompts)
-        questions = [one for name in own for one in questions_of_prompts(name, own[name], plan.num_prompts, seed)]
-        questions = [*questions_of(plan), *questions]
+    with ExitStack() as stack:
+        if processes.is_first:
+            _claim(stack, output, overwrite, prompts or [], trace)
+        questions = _questions(plan, prompts or [])
         if url is not None and baseline_url is not None:
             tokenizer = loading.load_tokenizer(plan.target, trust_remote_code)
             servers = Server(url), Server(baseline_url)
@@ -147,26 +116,125 @@ def evaluate(
         else:
             place = device or loading.own_device(processes)
             pair = loading.load_pair(target, drafter, dtype, place, trust_remote_code)
-            backend, tokenizer = pair_backend(pair.target, pair.drafter, max_new_tokens, chosen), pair.tokenizer
-            if max_new_tokens is None and backend.max_new_tokens < 2048 and processes.is_first:
-                cut = f"{backend.max_new_tokens} tokens, half of the target's positions (--max-new-tokens)"
-                print(f"Answers are cut at {cut}.", file=sys.stderr)
-            recorded = held.enter_context(recording(trace, pair, target, processes.rank))
-            backend = replace(backend, begin=partial(_recorded, backend.begin, recorded))
+            tokenizer = pair.tokenizer
+            recorder = stack.enter_context(recording(trace, pair, target, processes.rank))
+            backend = _backend(pair, max_new_tokens, chosen, recorder)
+            if processes.is_first and max_new_tokens is None:
+                _say_longest(backend.max_new_tokens)
         if processes.is_first:
             loading.say_without_template(tokenizer, chat_template)
         # No thread draws the bar, because that would disturb the measurement.
-        progress = _Bar(held.enter_context(counting_bar(processes.is_first, auto_refresh=False)))
-        watched = progress.begin, progress.done
-        result = run_eval(plan, questions, backend, tokenizer, output, processes, *watched, overwrite, is_locked=True)
-    if not processes.is_first:
+        bar = _Bar(stack.enter_context(counting_bar(processes.is_first, auto_refresh=False)))
+        run = Run(processes=processes, on_begin=bar.begin, on_done=bar.done, is_locked=True)
+        result = run_eval(plan, questions, backend, tokenizer, output, overwrite, run)
+    if processes.is_first:
+        _report(result, output, as_json)
+
+
+def _silence_datasets() -> None:
+    """Hides what `datasets` shows: reading local rows takes no time, and its errors are sentences of ours."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+
+
+def _check_servers(url: str | None, baseline_url: str | None, methods: str, num_processes: int) -> None:
+    """Raises ValueError for one server without the other, for methods that no server has, and for several processes."""
+    if (url is None) != (baseline_url is None):
+        raise ValueError("--url and --baseline-url go together: the speed-up is over the target served alone.")
+    if url is not None and methods != "dflash":
+        raise ValueError(f"--methods {methods} run in this process, and --url asks a server: leave one of them out.")
+    if url is not None and num_processes > 1:
+        raise ValueError(
+            f"--url asks one question at a time, not the {num_processes} of as many processes: start one."
+        )
+
+
+def _questions(plan: Any, prompts: Sequence[Path]) -> list[Any]:
+    """The questions of the tasks, then those of one's own prompts."""
+    from dflash.evaluation import questions_of, questions_of_prompts
+
+    own: list[Any] = []
+    for name, dialogues in loading.read_prompt_files(prompts).items():
+        own += questions_of_prompts(name, dialogues, plan.num_prompts, plan.seed)
+    return [*questions_of(plan), *own]
+
+
+def _say_longest(max_new_tokens: int) -> None:
+    """Says on standard error where answers are cut, unless that is the usual place."""
+    if max_new_tokens < 2048:
+        longest = f"{max_new_tokens} tokens, half of the target's positions (--max-new-tokens)"
+        print(f"Answers are cut at {longest}.", file=sys.stderr)
+
+
+def _check_traced(trace: Path | None, url: str | None, methods: Sequence[str]) -> None:
+    """Raises ValueError for a trace where no draft is made in this process."""
+    from dflash.evaluation import OURS
+
+    if trace is None or (url is None and OURS in methods):
         return
-    if as_json:
-        print(json.dumps({name: value for name, value in result.items() if name != "measurements"}))
-    else:
-        _show(result)
+    why = f"--methods {','.join(methods)} leaves it out" if url is None else "--url asks a server"
+    raise ValueError(f"--trace {trace} records the drafts of the method {OURS}, and {why}: leave one of them out.")
+
+
+def _claim(
+    stack: ExitStack, output: Path | None, overwrite: bool, prompts: Sequence[Path], trace: Path | None
+) -> None:
+    """Checks the files that are written, and locks the output before anything is loaded: of two commands the first one writes."""
+    from dflash.evaluation import check_eval_output
+
+    written = [] if output is None else [output, output.parent / f"{output.stem}.jsonl"]
+    places = [path.resolve() for path in written]
+    for path in prompts:
+        if path.resolve() in places:
+            raise ValueError(f"--prompts {path} is a file that --output {output} writes: give --output another name.")
+    check_trace_file(trace, [*prompts, *written])
     if output is not None:
-        print(f"{output} holds the figures, {output.with_suffix('.jsonl')} the answers.", file=sys.stderr)
+        check_eval_output(output, overwrite)
+        stack.enter_context(only_writer(output))
+
+
+def _backend(pair: loading.Pair, max_new_tokens: int | None, methods: Sequence[str], recorder: Any) -> Any:
+    """The pair's methods in this process; `recorder` makes the method of the drafter alone record its texts."""
+    from dflash.evaluation import OURS, pair_backend
+
+    backend = pair_backend(pair.target, pair.drafter, max_new_tokens, methods)
+
+    def begin() -> dict[str, Any]:
+        ways = backend.begin()
+        return {name: recorder(decode) if name == OURS else decode for name, decode in ways.items()}
+
+    return replace(backend, begin=begin)
+
+
+class _Bar:
+    """Progress over the share of one process, with the task's speed-up and tau so far."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=None)
+        self._answers: list[Any] = []
+
+    def begin(self, share: int, done: int) -> None:
+        """Says how many questions were answered by an earlier start, and counts `share` from here on."""
+        if done:
+            self._progress.console.print(f"{counted(done, 'question')} answered before.")
+        self._progress.update(self._task, total=share, refresh=True)
+
+    def done(self, answers: Sequence[Any]) -> None:
+        """Counts a question with its answers; one that is too long has none."""
+        from dflash.evaluation import summarise_answers
+
+        self._answers += answers
+        text = ""
+        if self._answers:
+            task = self._answers[-1].task
+            row = summarise_answers([answer for answer in self._answers if answer.task == task])[-1]
+            text = f"{task} {row['speedup']:.2f}x"
+            if row["tau_micro"] is not None:
+                text += f", tau {row['tau_micro']:.2f}"
+        self._progress.update(self._task, advance=1, description=text, refresh=True)
 
 
 SHOWN = (
@@ -175,36 +243,14 @@ SHOWN = (
 )  # fmt: skip
 
 
-def _recorded(begin: Callable[[], dict[str, Any]], recorded: Callable[[Decode], Decode]) -> dict[str, Any]:
-    """The methods of a dialogue, of which the drafter alone is recorded."""
-    from dflash.evaluation import OURS
-
-    return {name: recorded(run) if name == OURS else run for name, run in begin().items()}
-
-
-class _Bar:
-    """Progress over one process's share, with the task's speed-up and tau so far."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=None)
-        self._answers: list[Any] = []
-
-    def begin(self, share: int, done: int) -> None:
-        if done:
-            self._progress.console.print(f"{counted(done, 'question')} answered before.")
-        self._progress.update(self._task, total=share, refresh=True)
-
-    def done(self, answers: Sequence[Any]) -> None:
-        from dflash.evaluation import summarise_answers
-
-        self._answers += answers
-        said = ""
-        if self._answers:
-            row = summarise_answers([a for a in self._answers if a.task == self._answers[-1].task])[-1]
-            tau = "" if row["tau_micro"] is None else f", tau {row['tau_micro']:.2f}"
-            said = f"{row['task']} {row['speedup']:.2f}x{tau}"
-        self._progress.update(self._task, advance=1, description=said, refresh=True)
+def _report(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
+    """Prints the result, and where its files are."""
+    if as_json:
+        print(json.dumps({name: value for name, value in result.items() if name != "measurements"}))
+    else:
+        _show(result)
+    if output is not None:
+        print(f"{output} holds the figures, {output.with_suffix('.jsonl')} the answers.", file=sys.stderr)
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -212,10 +258,10 @@ def _show(result: dict[str, Any]) -> None:
     from dflash.evaluation import caveat, place_of, table_of
 
     rows = result["summary"]
-    table = table_of([*rows, *_means(rows)], SHOWN, short=True)
-    show_table(table, "Everything counted, the prompt's forward too")
+    show_table(table_of([*rows, *_means(rows)], SHOWN, short=True), "Everything counted, the prompt's forward too")
     console = Console(highlight=False)
-    decoding, setup = result["decoding"], result["environment"]
+    decoding = result["decoding"]
+    setup = result["environment"]
     facts = [
         setup.get("engine"),
         setup.get("target_dtype"),
@@ -226,7 +272,8 @@ def _show(result: dict[str, Any]) -> None:
         f"thinking {'on' if decoding['enable_thinking'] else 'off'}",
         f"at most {decoding['max_new_tokens']} tokens",
     ]
-    console.print(Text(f"{', '.join(filter(None, facts))}. {caveat(rows, setup.get('target_dtype'))}".rstrip(), "dim"))
+    sentence = caveat(rows, setup.get("target_dtype"))
+    console.print(Text(f"{', '.join(filter(None, facts))}. {sentence}".rstrip(), "dim"))
     for task in result["tasks"]:
         if task["too_long"]:
             left_out = f"{task['too_long']} of {counted(task['prompts'], 'prompt')} of {task['task']} are left out"
@@ -237,8 +284,8 @@ def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row per method with the means of its tasks, if there are several."""
     means = []
     for method in dict.fromkeys(row["method"] for row in rows[1:]):
-        chosen = [row for row in rows if row["method"] == method and row["tau_micro"] is not None]
-        if len(chosen) > 1:
-            mean = {key: sum(row[key] for row in chosen) / len(chosen) for key in ("speedup", "tau_micro")}
+        tasks = [row for row in rows if row["method"] == method and row["tau_micro"] is not None]
+        if len(tasks) > 1:
+            mean = {name: sum(row[name] for row in tasks) / len(tasks) for name in ("speedup", "tau_micro")}
             means.append({"task": "mean", "method": method, **mean})
     return means

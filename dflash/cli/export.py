@@ -20,6 +20,6 @@ def export(
     hide_loading_bars()
     from dflash.checkpoints import export_checkpoint
 
-    asked = {"weights_only": True} if weights_only else {}
-    its_target = checkpoint(target, "--target")
-    print(export_checkpoint(checkpoint(source, "SOURCE"), folder, its_target, trust_remote_code, **asked))
+    options = {"weights_only": True} if weights_only else {}
+    target_name = checkpoint(target, "--target")
+    print(export_checkpoint(checkpoint(source, "SOURCE"), folder, target_name, trust_remote_code, **options))

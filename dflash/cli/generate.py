@@ -14,7 +14,7 @@ from dflash.common.version import __version__
 
 from .arguments import AsJson, ChatTemplate, Device, Drafter, Dtype, Target, Thinking, TrustRemoteCode, decoding_option
 from .demo import show_comparison, warm_up
-from .loading import Pair, dtype_name, encode, given, known_device, load_pair, say_once, standard_input
+from .loading import Pair, checked_prompt, dtype_name, encode, known_device, load_pair, say_once, standard_input
 from .terminal import BlockPrinter, number
 from .tracing import TraceFile, check_trace_file, recording
 
@@ -44,19 +44,15 @@ def generate(
     """Writes the target's answer to PROMPT with any pair, streamed block by block."""
     if compare and (as_json or temperature or trace):
         raise ValueError("--compare shows two greedy texts: leave out --json, --temperature and --trace.")
-    from dflash.common.provenance import versions
-    from dflash.evaluation import timed_blocks
-    from dflash.model.requests_dflash import SETTINGS
-
     request: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    request |= {name: value for name, value in (("top_p", top_p), ("top_k", top_k)) if value is not None}
-    for name, value in request.items():
-        is_meant, remedy = SETTINGS[name]
-        if not is_meant(value):
-            raise ValueError(f"--{name.replace('_', '-')} {value} cannot be used: {remedy}.")
+    if top_p is not None:
+        request["top_p"] = top_p
+    if top_k is not None:
+        request["top_k"] = top_k
+    _check_request(request)
     known_device(device)
     check_trace_file(trace)
-    text = given(standard_input() if prompt == "-" else prompt)
+    text = checked_prompt(standard_input() if prompt == "-" else prompt)
     pair = load_pair(target, drafter, dtype, device, trust_remote_code)
     input_ids = encode(pair, text, chat_template, thinking)
     _warn_of_positions(pair, input_ids.shape[1], max_new_tokens)
@@ -67,33 +63,57 @@ def generate(
 
     import torch
 
-    uniforms = torch.Generator().manual_seed(seed)
+    from dflash.evaluation import timed_blocks
+
     printer = BlockPrinter(Console(highlight=False), pair.tokenizer, is_marked=sys.stdout.isatty())
-    on_block = None if as_json else printer.block
     with recording(trace, pair, target) as recorder:
         decode = recorder(partial(timed_blocks, pair.drafter, pair.target))
-        run = decode(input_ids, on_block, generator=uniforms, **request)
+        on_block = None if as_json else printer.block
+        run = decode(input_ids, on_block, generator=torch.Generator().manual_seed(seed), **request)
     if not as_json:
         printer.end()
-        num_lookups, num_steps = len(run.lookup_steps), len(run.acceptance_lengths)
-        with_lookup = (
-            f" ({num_lookups} of {num_steps} steps proposed text that had occurred before)" if num_lookups else ""
-        )
-        print(
-            f"{counted(len(run.token_ids), 'token')}, {run.tokens_per_second:.1f} tokens/s, tau {number(run.tau)}, "
-            f"{number(run.tokens_per_step)} tokens per step{with_lookup}",
-            file=sys.stderr,
-        )
+        print(_figures(run), file=sys.stderr)
         return
-    report = {"target": target, "drafter": drafter, "prompt": text, "seed": seed, **request}
-    report |= {"chat_template": chat_template, "thinking": thinking}
-    report |= {
+    content = {"target": target, "drafter": drafter, "prompt": text, "seed": seed, **request}
+    content |= {"chat_template": chat_template, "thinking": thinking}
+    print(json.dumps(content | _report(run, pair)))
+
+
+def _check_request(request: dict[str, Any]) -> None:
+    """Raises ValueError for a value that no request can have, by the name of its flag."""
+    from dflash.model.requests_dflash import SETTINGS
+
+    for name, value in request.items():
+        is_meant, remedy = SETTINGS[name]
+        if not is_meant(value):
+            raise ValueError(f"--{name.replace('_', '-')} {value} cannot be used: {remedy}.")
+
+
+def _figures(run: Any) -> str:
+    """One line on a text: how long it is, how fast it came, and how much was accepted."""
+    figures = [
+        counted(len(run.token_ids), "token"),
+        f"{run.tokens_per_second:.1f} tokens/s",
+        f"tau {number(run.tau)}",
+        f"{number(run.tokens_per_step)} tokens per step",
+    ]
+    lookups = ""
+    if run.lookup_steps:
+        num_steps = len(run.acceptance_lengths)
+        lookups = f" ({len(run.lookup_steps)} of {num_steps} steps proposed text that had occurred before)"
+    return ", ".join(figures) + lookups
+
+
+def _report(run: Any, pair: Pair) -> dict[str, Any]:
+    """The text and its figures as JSON can hold them; a mean of no steps is null."""
+    from dflash.common.provenance import versions
+
+    means = {name: getattr(run, name) for name in ("tau", "tau_with_lookup", "tokens_per_step")}
+    return {
         "text": pair.tokenizer.decode(run.token_ids, skip_special_tokens=True),
         "token_ids": run.token_ids,
         "acceptance_lengths": run.acceptance_lengths,
-        "tau": None if math.isnan(run.tau) else run.tau,
-        "tau_with_lookup": None if math.isnan(run.tau_with_lookup) else run.tau_with_lookup,
-        "tokens_per_step": None if math.isnan(run.tokens_per_step) else run.tokens_per_step,
+        **{name: None if math.isnan(mean) else mean for name, mean in means.items()},
         "tokens_per_second": run.tokens_per_second,
         "seconds": run.seconds,
         "seconds_to_first_token": run.seconds_to_first_token,
@@ -102,7 +122,6 @@ def generate(
         "device": str(pair.target.device),
         "versions": {**versions(), "dflash-transformers": __version__},
     }
-    print(json.dumps(report))
 
 
 def _warn_of_positions(pair: Pair, num_prompt_tokens: int, max_new_tokens: int) -> None:

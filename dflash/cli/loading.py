@@ -1,4 +1,4 @@
-"""What several commands do with their options: check, load and encode; values are refused before anything is loaded."""
+"""What several commands do with their options. They refuse wrong values before they load anything."""
 
 import functools
 import os
@@ -10,11 +10,15 @@ from typing import Any, NamedTuple
 
 from dflash.common.files import adapter_fault
 from dflash.common.json_text import parsed_json
-from dflash.common.messages import as_sentence, counted, first_line, without_load_report
+from dflash.common.messages import as_sentence, counted, without_load_report
 from dflash.common.plain_text import check_text
 from dflash.common.remote_code import refuse_own_generate
 
 from .terminal import progress_bar
+
+
+# Chat messages, in the form that chat templates take.
+Dialogue = list[dict[str, str]]
 
 
 class Pair(NamedTuple):
@@ -30,14 +34,13 @@ def load_pair(target: str, drafter: str, dtype: str, device: str | None, trust_r
 
     Code of the target's repository runs only with `trust_remote_code`; nothing asks on standard input.
     """
-    target, drafter = checkpoint(target, "--target"), checkpoint(drafter, "--drafter")
+    target = checkpoint(target, "--target")
+    drafter = checkpoint(drafter, "--drafter")
     is_local = os.path.isdir(target) and os.path.isdir(drafter)
     with progress_bar("Loading the pair", num_steps=3, hidden=not is_local) as advance:
         if is_local:  # a download shows bars of its own
             hide_loading_bars()
         place = {"dtype": dtype, "device_map": known_device(device)}
-        from transformers import AutoModelForCausalLM
-
         from dflash.drafter import DFlashDraftModel
 
         tokenizer = load_tokenizer(target, trust_remote_code)
@@ -45,13 +48,20 @@ def load_pair(target: str, drafter: str, dtype: str, device: str | None, trust_r
         with named("--drafter", drafter), without_load_report():
             draft_model = DFlashDraftModel.from_pretrained(drafter, **place).eval()
         advance()
-        with named("--target", target):
-            refuse_own_generate(target, trust_remote_code)
-            model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=trust_remote_code, **place).eval()
-            pair = Pair(model, draft_model, tokenizer)
-    if os.environ.get("RANK", "0") == "0":
+        model = load_target(target, dtype, device, trust_remote_code)
+    if is_first_process():
         _say_depth(draft_model.config)
-    return pair
+    return Pair(model, draft_model, tokenizer)
+
+
+def load_target(target: str, dtype: str, device: str | None, trust_remote_code: bool = False) -> Any:
+    """The target of a folder or Hub id; ValueError that names it if it cannot be loaded."""
+    from transformers import AutoModelForCausalLM
+
+    place: dict[str, Any] = {"dtype": dtype, "device_map": known_device(device)}
+    with named("--target", target):
+        refuse_own_generate(target, trust_remote_code)
+        return AutoModelForCausalLM.from_pretrained(target, trust_remote_code=trust_remote_code, **place).eval()
 
 
 def _say_depth(config: Any) -> None:
@@ -59,8 +69,10 @@ def _say_depth(config: Any) -> None:
     from transformers.utils import logging
 
     if logging.get_verbosity() < logging.ERROR:
-        window = f", window {config.sliding_window}" if "sliding_attention" in config.layer_types else ""
-        shape, drafts = f"{counted(config.num_hidden_layers, 'layer')}{window}", config.num_proposals
+        shape = counted(config.num_hidden_layers, "layer")
+        if "sliding_attention" in config.layer_types:
+            shape += f", window {config.sliding_window}"
+        drafts = config.num_proposals
         say_once(
             f"The drafter ({shape}) proposes {counted(drafts, 'token')} at once: at most {drafts + 1} tokens a step."
         )
@@ -73,7 +85,7 @@ def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
 
     with named("--target", target):
         config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
-        # AutoModelForCausalLM takes these too, and their positions then see the ones after them.
+        # AutoModelForCausalLM takes these too, and their positions then see the positions after them.
         if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
             raise ValueError(f"a {config.model_type} model is no causal language model: give one that generates text.")
         try:
@@ -101,7 +113,7 @@ def named(option: str, name: str) -> Iterator[None]:
 def checkpoint(name: str, option: str) -> str:
     """A folder's path with `~` resolved, or a Hub id as it is; ValueError for what can be neither.
 
-    The Hub is asked whether it answers: if not, what follows reads the cache, or fails at once.
+    If the Hub does not answer, this process reads its cache alone from here on.
     """
     path = os.path.expanduser(name)
     remedy = "give a checkpoint's folder or its id on the Hub."
@@ -123,17 +135,19 @@ def known_device(device: str | None) -> str:
     """The value of `from_pretrained(device_map=…)`; ValueError for a device that cannot be used here."""
     import torch
 
+    from dflash.common.devices import device_fault
+
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if device != "auto":
-        try:
-            if torch.device(device).type == "meta":
-                raise RuntimeError("it holds shapes and no values")
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            reason = first_line(error)
-            raise ValueError(f"--device {device} cannot be used ({reason}): try cpu, cuda, cuda:0 or auto.") from error
+    fault = None if device == "auto" else device_fault(device)
+    if fault is not None:
+        raise ValueError(f"--device {device} cannot be used ({fault}): try cpu, cuda, cuda:0 or auto.")
     return device
+
+
+def is_first_process() -> bool:
+    """Whether this process is the first of its siblings, by the launcher's variables; no connection is made."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def own_device(processes: Any) -> str | None:
@@ -147,16 +161,14 @@ def own_device(processes: Any) -> str | None:
 
 def api_key(variable: str | None) -> str | None:
     """The value of the environment variable that --api-key-env names; ValueError if it is not set."""
-    if variable is None:
-        return None
-    key = os.environ.get(variable)
-    if not key:
+    key = os.environ.get(variable or "")
+    if variable is not None and not key:
         raise ValueError(f"--api-key-env {variable} is not set: export it, or leave the option out.")
     return key
 
 
-def given(text: str) -> str:
-    """The prompt; ValueError if there is none, or it is no text."""
+def checked_prompt(text: str) -> str:
+    """`text`, if it can be a prompt; ValueError if it is empty or no text."""
     if not text.strip():
         raise ValueError("The prompt is empty: give some text.")
     check_text(text)
@@ -177,11 +189,10 @@ def standard_input() -> str:
 
 
 def hide_loading_bars() -> None:
-    """Hides the progress bars of transformers, and those of `datasets` in a log. Called inside a bar of ours: it imports for seconds."""
+    """Hides the progress bars of transformers, and those of `datasets` in a log. It imports for seconds: show a bar meanwhile."""
     if not sys.stderr.isatty():
-        os.environ.setdefault(
-            "HF_DATASETS_DISABLE_PROGRESS_BARS", "1"
-        )  # read when `datasets` is imported, which may be later
+        # Read when `datasets` is imported, which may be later.
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -192,7 +203,12 @@ def encode(pair: Pair, text: str, chat_template: bool = True, thinking: bool = F
     from dflash.evaluation import chat_encoder
 
     say_without_template(pair.tokenizer, chat_template)
-    return chat_encoder(pair.tokenizer, thinking, chat_template)([{"role": "user", "content": text}])
+    return chat_encoder(pair.tokenizer, thinking, chat_template)(question(text))
+
+
+def question(text: str) -> Dialogue:
+    """The chat in which a user asks `text`."""
+    return [{"role": "user", "content": text}]
 
 
 def say_without_template(tokenizer: Any, chat_template: bool) -> None:
@@ -207,22 +223,22 @@ def say_once(sentence: str) -> None:
     print(f"dflash: {sentence}", file=sys.stderr)
 
 
-def read_prompt_files(paths: Iterable[Path]) -> dict[str, list[list[dict[str, str]]]]:
+def read_prompt_files(paths: Iterable[Path]) -> dict[str, list[Dialogue]]:
     """[`read_prompts`] of each file by its name without ending, under which results are kept; ValueError for two of one name."""
-    found: dict[str, list[list[dict[str, str]]]] = {}
+    dialogues: dict[str, list[Dialogue]] = {}
     for path in paths:
-        if path.stem in found:
+        if path.stem in dialogues:
             raise ValueError(
                 f"--prompts {path} is the second file of the name {path.stem}, under which results are kept: rename it."
             )
-        found[path.stem] = read_prompts(path)
-    return found
+        dialogues[path.stem] = read_prompts(path)
+    return dialogues
 
 
-def read_prompts(path: Path) -> list[list[dict[str, str]]]:
+def read_prompts(path: Path) -> list[Dialogue]:
     """Chat messages of each line of a file: a prompt, or a JSON object with `messages`, `prompt` or `question`.
 
-    What the assistant says at the end of a chat is left out: it is what is asked for.
+    Answers of the assistant at the end of a chat are left out: the models write them.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()  # Windows begins files with a mark
@@ -234,25 +250,30 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
         if not line.strip():
             continue
         try:
-            row: Any = parsed_json(line.encode()) if line.lstrip().startswith("{") else {"prompt": line}
-            said = row["prompt"] if "prompt" in row else row.get("question")
-            messages = row.get("messages") or [{"role": "user", "content": said}]
-            dialogue = [{"role": str(turn["role"]), "content": turn["content"]} for turn in messages]
-            while dialogue[-1]["role"] == "assistant":
-                dialogue.pop()
-            if not all(turn["content"].strip() for turn in dialogue):
-                raise ValueError("There is no text.")
-            for turn in dialogue:
-                check_text(turn["content"])
+            prompts.append(_dialogue(line))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"--prompts {path}, line {number} is no prompt: write a text in UTF-8, or a JSON object with messages, "
                 "prompt or question."
             ) from error
-        prompts.append(dialogue)
     if not prompts:
         raise ValueError(f"--prompts {path} is empty: write one prompt a line.")
     return prompts
+
+
+def _dialogue(line: str) -> Dialogue:
+    """The chat in a line of prompts; an error of any kind if there is none."""
+    if not line.lstrip().startswith("{"):
+        return question(checked_prompt(line))
+    row = parsed_json(line.encode())
+    text = row.get("prompt", row.get("question"))
+    messages = row.get("messages") or question(text)
+    dialogue = [{"role": str(turn["role"]), "content": turn["content"]} for turn in messages]
+    while dialogue[-1]["role"] == "assistant":
+        dialogue.pop()
+    for turn in dialogue:
+        checked_prompt(turn["content"])
+    return dialogue
 
 
 def listed(text: str, option: str) -> tuple[str, ...]:

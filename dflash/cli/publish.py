@@ -44,35 +44,38 @@ def publish(
     from dflash.checkpoints import publish as publish_it
 
     publication = plan_publication(folder, repo_id, target, base_model)
-    drafter, its_target = (publication.report.folder, str(folder)) if publication.is_pair else (folder, target)
-    licences = licence_lines("publish", drafter, its_target, accept_licence)
+    drafter, target_name = (publication.report.folder, str(folder)) if publication.is_pair else (folder, target)
+    licences = licence_lines("publish", drafter, target_name, accept_licence)
     if dry_run:
         _show(publication)
         print(*licences, sep="\n")
         return
-    done = publish_it(publication, private, revision, message)
-    if not done.is_new:
+    published = publish_it(publication, private, revision, message)
+    if not published.is_new:
         print("Nothing has changed since the last commit.")
     print(*licences, sep="\n", file=sys.stderr)
-    print(done.url)
-    print(done.load_line)
+    print(published.url)
+    print(published.load_line)
 
 
 def _show(plan: Publication) -> None:
     """Prints files and sizes, what is left out, what the card says or lacks, and engines that fail on the drafter."""
     for file in plan.files:
-        print(f"{decimal(file.size):>10}  {file.path}{'  (written)' if file.path in plan.written else ''}")
-    print(f"{decimal(sum(file.size for file in plan.files)):>10}  in {len(plan.files)} files to {plan.repo_id}")
+        mark = "  (written)" if file.path in plan.written else ""
+        print(f"{decimal(file.size):>10}  {file.path}{mark}")
+    size = decimal(sum(file.size for file in plan.files))
+    print(f"{size:>10}  in {len(plan.files)} files to {plan.repo_id}")
     if plan.left_out:
         print(f"left out: {', '.join(plan.left_out)}")
     print("card:")
     for name in ("license", "base_model", "datasets", "tags"):
         value = plan.card.get(name)
-        said = ", ".join(map(str, value)) if isinstance(value, list) else value
+        if isinstance(value, list):
+            value = ", ".join(map(str, value))
         remedy = f"write `{name}: …` into a README.md in the folder, between two lines of ---"
         if name == "base_model":
             remedy = "--base-model ORG/NAME gives it"
-        print(f"  {name}: {said or f'not said ({remedy})'}")
+        print(f"  {name}: {value or f'not said ({remedy})'}")
     for verdict in plan.report.verdicts:
         if verdict.verdict != "works":
             print(f"{verdict.name} {verdict.verdict}: `dflash check` says why.")

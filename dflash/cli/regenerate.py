@@ -1,4 +1,4 @@
-"""`dflash regenerate`: a data set's answers replaced by the target's own, which is what a drafter learns best from."""
+"""`dflash regenerate`: replaces the answers of a data set by the target's own, from which a drafter learns best."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +10,6 @@ from rich.progress import Progress, TextColumn
 
 from dflash.common.files import check_output, only_writer
 from dflash.common.messages import counted
-from dflash.common.remote_code import refuse_own_generate
 
 from . import loading
 from .arguments import (
@@ -28,6 +27,7 @@ from .arguments import (
 from .terminal import counting_bar
 
 
+LONGEST_SILENCE = 3600.0  # of a server that writes long answers, in seconds
 data_option, answer_option = panel("Data"), panel("Answers")
 
 
@@ -81,23 +81,15 @@ def regenerate(
     In N processes, each with its share of the rows, on GPUs or on a CPU (where accelerate launch starts one alone):
     torchrun --nproc_per_node N -m dflash regenerate …
     """
-    if url is not None and drafter is not None:
-        raise ValueError("--url and --drafter are both given: a server has its own drafter (dflash serve).")
-    if trace is not None and drafter is None:
-        raise ValueError(
-            f"--trace {trace} records rejected drafts, and nothing drafts: give --drafter, or leave it out."
-        )
-    if trace is not None and trace.resolve() in (output.resolve(), Path(data).resolve()):
-        raise ValueError(f"--trace {trace} is also --data or --output: name another file.")
-    if url is None and (model is not None or api_key_env is not None):
-        raise ValueError("--model and --api-key-env say how to ask a server: give its --url, or leave them out.")
     if license is not None and not license.strip():
         raise ValueError("--license is empty: name the licence of the data, as in cc-by-4.0, or leave it out.")
+    _check_writer(url, drafter, model, api_key_env)
+    _check_trace(trace, drafter, data, output)
     loading.hide_loading_bars()
     from dflash.common.processes import Processes
     from dflash.common.provenance import command, public_name
-    from dflash.regeneration import RegenerationSettings, check_answer_file, regenerate_data
-    from dflash.training import Trace, check_split
+    from dflash.regeneration import RegenerationRun, RegenerationSettings, regenerate_data
+    from dflash.training import check_split
 
     check_split([data], split)
     settings = RegenerationSettings(
@@ -117,15 +109,9 @@ def regenerate(
     )
     loading.known_device(device)
     processes = Processes()
-    with ExitStack() as locks:  # before anything is loaded: of two commands the first one writes
+    with ExitStack() as locks:
         if processes.is_first:
-            if not output.is_dir():
-                check_output(output)  # a run that goes on is said to, and not to be one that can be resumed
-            check_answer_file(output, resume, overwrite)
-            locks.enter_context(only_writer(output))
-            if trace is not None:
-                check_output(trace, overwrite or resume)
-                locks.enter_context(only_writer(trace))
+            _claim(locks, output, trace, resume, overwrite)
         target = loading.checkpoint(target, "--target")
         if url is not None:
             writer, tokenizer = _server(target, url, model, api_key_env, batch_size or 64, trust_remote_code)
@@ -133,11 +119,7 @@ def regenerate(
             place = device or loading.own_device(processes)
             writer, tokenizer = load_writer(target, drafter, dtype, place, batch_size or 8, trust_remote_code)
         if trace is not None:
-            writer.trace = Trace(trace, writer.target, tokenizer, target, processes.rank, begin=not resume)
-            if processes.is_first:
-                loading.say_once(
-                    f"Prompts, answers and the places of rejected drafts are recorded in {trace} (--trace)."
-                )
+            _record(writer, trace, tokenizer, target, processes, resume)
         with answer_bar(processes.is_first) as progress:
             record = regenerate_data(
                 writer,
@@ -145,35 +127,55 @@ def regenerate(
                 data,
                 output,
                 settings,
-                target_name=target,
-                license=license,
-                provenance={"command": command(), "drafter": public_name(drafter), "processes": processes.count},
                 resume=resume,
                 overwrite=overwrite,
-                processes=processes,
-                is_locked=True,
-                on_begin=progress.begin,
-                on_row=progress.row,
+                run=RegenerationRun(
+                    processes=processes,
+                    on_begin=progress.begin,
+                    on_done=progress.row,
+                    is_locked=True,
+                    target=target,
+                    license=license,
+                    provenance={"command": command(), "drafter": public_name(drafter), "processes": processes.count},
+                ),
             )
         if processes.is_first:
             if trace is not None:
                 writer.trace.join()
-            print(summary(output, record, drop_cut))
+            print(record.summary(output, drop_cut))
 
 
-def summary(output: Path, record: Any, drop_cut: bool) -> str:
-    """One line on the result of a run."""
-    parts = [f"{output}: {counted(record.rows, 'row')}, {counted(record.tokens, 'token')} by the target"]
-    if record.cut:
-        dropped = " dropped," if drop_cut else ""
-        parts.append(f"{counted(record.cut, 'row')}{dropped} cut off at the length")
-    if record.steps:
-        parts.append(f"tau {record.tau:.2f} over {counted(record.steps, 'step')}")
-    if record.encoded:
-        parts.append(f"{counted(record.encoded, 'answer')} encoded from the server's text")
-    if record.miscounted:
-        parts.append(f"{record.miscounted} of them to another number of tokens than the server counted")
-    return ", ".join(parts)
+def _check_writer(url: str | None, drafter: str | None, model: str | None, api_key_env: str | None) -> None:
+    """Raises ValueError for options of a server without a server, or for a drafter beside a server."""
+    if url is not None and drafter is not None:
+        raise ValueError("--url and --drafter are both given: a server has its own drafter (dflash serve).")
+    if url is None and (model is not None or api_key_env is not None):
+        raise ValueError("--model and --api-key-env say how to ask a server: give its --url, or leave them out.")
+
+
+def _check_trace(trace: Path | None, drafter: str | None, data: str, output: Path) -> None:
+    """Raises ValueError for a trace of no drafts, or in the place of another file."""
+    if trace is None:
+        return
+    if drafter is None:
+        raise ValueError(
+            f"--trace {trace} records rejected drafts, and nothing drafts: give --drafter, or leave it out."
+        )
+    if trace.resolve() in (output.resolve(), Path(data).resolve()):
+        raise ValueError(f"--trace {trace} is also --data or --output: name another file.")
+
+
+def _claim(locks: ExitStack, output: Path, trace: Path | None, resume: bool, overwrite: bool) -> None:
+    """Checks and locks what is written, before anything is loaded: of two commands the first one writes."""
+    from dflash.regeneration import check_answer_file
+
+    if not output.is_dir():
+        check_output(output)  # so that a run that is still going on is not taken for one that can be resumed
+    check_answer_file(output, resume, overwrite)
+    locks.enter_context(only_writer(output))
+    if trace is not None:
+        check_output(trace, overwrite or resume)
+        locks.enter_context(only_writer(trace))
 
 
 def load_writer(
@@ -187,36 +189,41 @@ def load_writer(
     """The target in this process, with a drafter if there is one, and its tokenizer."""
     from dflash.regeneration import TargetWriter
 
-    if drafter is not None:
-        pair = loading.load_pair(target, drafter, dtype, device, trust_remote_code)
-        return TargetWriter(pair.target, pair.drafter, batch_size), pair.tokenizer
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    if drafter is None:
+        tokenizer = loading.load_tokenizer(target, trust_remote_code)
+        model = loading.load_target(target, dtype, device, trust_remote_code)
+        return TargetWriter(model, None, batch_size), tokenizer
+    pair = loading.load_pair(target, drafter, dtype, device, trust_remote_code)
+    return TargetWriter(pair.target, pair.drafter, batch_size), pair.tokenizer
 
-    with loading.named("--target", target):
-        refuse_own_generate(target, trust_remote_code)
-        place = {"dtype": dtype, "device_map": loading.known_device(device)}
-        model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=trust_remote_code, **place).eval()
-        tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
-    return TargetWriter(model, None, batch_size), tokenizer
+
+def _record(writer: Any, trace: Path, tokenizer: Any, target: str, processes: Any, resume: bool) -> None:
+    """Makes a writer add its texts and the places of rejected drafts to `trace`."""
+    from dflash.training import Trace
+
+    writer.trace = Trace(trace, writer.target, tokenizer, target, processes.rank, begin=not resume)
+    if processes.is_first:
+        loading.say_once(f"Prompts, answers and the places of rejected drafts are recorded in {trace} (--trace).")
 
 
 def _server(
     target: str, url: str, model: str | None, api_key_env: str | None, batch_size: int, trust_remote_code: bool
 ) -> tuple[Any, Any]:
     """The target on a server, and its tokenizer; no weights are loaded here."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
+    from dflash.common.openai_client import OpenAIClient
     from dflash.regeneration import ServerWriter
 
-    key = loading.api_key(api_key_env)
+    client = OpenAIClient(url, loading.api_key(api_key_env), timeout=LONGEST_SILENCE)
+    tokenizer = loading.load_tokenizer(target, trust_remote_code)
     with loading.named("--target", target):
-        tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
         try:
             generation_config = GenerationConfig.from_pretrained(target)
         except OSError:  # what the config says of it then counts
             generation_config = GenerationConfig.from_model_config(config)
-    return ServerWriter(url, model, tokenizer, config, generation_config, batch_size, key), tokenizer
+    return ServerWriter(client, model, tokenizer, config, generation_config, batch_size), tokenizer
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`dflash report`: result files in; one page with its pictures, or the tables of Markdown pages, out."""
+"""`dflash report`: makes one page with pictures of result files, or writes their tables into Markdown pages."""
 
 from pathlib import Path
 from typing import Annotated

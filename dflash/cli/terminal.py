@@ -169,8 +169,9 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
             agreement = f"differs from token {row.difference.index}, margin {row.difference.margin:.2g}"
         table.add_row(str(number), *_figures([row]), agreement, end_section=number == len(rows))
     if len(rows) > 1:
-        same = sum(row.difference is None for row in rows)
-        table.add_row("all", *_figures(rows), "identical" if same == len(rows) else f"{same} of {len(rows)} identical")
+        num_same = sum(row.difference is None for row in rows)
+        agreement = "identical" if num_same == len(rows) else f"{num_same} of {len(rows)} identical"
+        table.add_row("all", *_figures(rows), agreement)
     return table
 
 
@@ -181,16 +182,27 @@ def number(value: float) -> str:
 
 def _figures(rows: Sequence[Comparison]) -> list[str]:
     """Tokens, tokens/s of both, speed-up, tau and tokens per step, over `rows` together."""
-    tokens = sum(len(row.fast.token_ids) for row in rows)
-    plain = sum(len(row.plain.token_ids) for row in rows) / sum(row.plain.seconds for row in rows)
-    fast = tokens / sum(row.fast.seconds for row in rows)
-    drafted = [
-        length for row in rows for length in row.fast.draft_lengths
-    ]  # without looked-up tokens, as in the paper
-    tau = sum(drafted) / len(drafted) if drafted else math.nan
-    num_steps = sum(len(row.fast.acceptance_lengths) for row in rows)
-    per_step = (tokens - len(rows)) / num_steps if num_steps else math.nan
-    return [str(tokens), f"{plain:.0f}", f"{fast:.0f}", f"{fast / plain:.2f}x", number(tau), number(per_step)]
+    plain = _speed([row.plain for row in rows])
+    fast = _speed([row.fast for row in rows])
+    tokens = num_steps = 0
+    lengths: list[int] = []  # without looked-up tokens, as in the paper
+    for row in rows:
+        tokens += len(row.fast.token_ids)
+        num_steps += len(row.fast.acceptance_lengths)
+        lengths += row.fast.draft_lengths
+    return [
+        str(tokens),
+        f"{plain:.0f}",
+        f"{fast:.0f}",
+        f"{fast / plain:.2f}x",
+        number(sum(lengths) / len(lengths) if lengths else math.nan),
+        number((tokens - len(rows)) / num_steps if num_steps else math.nan),
+    ]
+
+
+def _speed(runs: "Sequence[TimedRun]") -> float:
+    """Tokens a second."""
+    return sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs)
 
 
 def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None, num_names: int = 0) -> None:
@@ -200,19 +212,28 @@ def show_table(table: tuple[list[str], list[list[str]]], title: str | None = Non
     first columns, `num_names` of them or those without figures; in a pipe or a file every line is as long as it is.
     """
     headings, rows = table
-    columns = [_column(heading, [row[place] for row in rows]) for place, heading in enumerate(headings)]
-    num_names = num_names or next((place for place, column in enumerate(columns) if column.is_figure), 0) or 1
+    columns = []
+    for place, heading in enumerate(headings):
+        columns.append(_Column.of(heading, [row[place] for row in rows]))
+    if not num_names:
+        figures = [place for place, column in enumerate(columns) if column.is_figure]
+        num_names = max(1, figures[0]) if figures else 1
     console = Console()
     is_bounded = console.is_terminal or "COLUMNS" in os.environ
     for part in _parts(columns, num_names, console.width if is_bounded else sys.maxsize):
-        shown = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
-        for column in part:
-            shown.add_column(column.heading, justify="right" if column.is_figure else "left", no_wrap=True)
-        for cells in zip(*(column.cells for column in part), strict=True):
-            shown.add_row(*cells)
-        whole = max(_width(part), len(title or ""))
-        Console(width=whole, highlight=False, markup=False).print(shown)
+        _print_part(part, title)
         title = None
+
+
+def _print_part(columns: "Sequence[_Column]", title: str | None) -> None:
+    """Prints a table of these columns."""
+    table = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
+    for column in columns:
+        table.add_column(column.heading, justify="right" if column.is_figure else "left", no_wrap=True)
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*cells)
+    width = max(_width(columns), len(title or ""))
+    Console(width=width, highlight=False, markup=False).print(table)
 
 
 @dataclass(frozen=True)
@@ -222,17 +243,15 @@ class _Column:
     heading: str
     cells: list[str]
     is_figure: bool
+    width: int  # letters of its longest line, and the space after it
 
-    @property
-    def width(self) -> int:
-        """Letters of its longest line, and the space after it."""
-        return max(map(len, [*self.cells, *self.heading.splitlines()]), default=0) + 1
-
-
-def _column(heading: str, cells: list[str]) -> _Column:
-    width = max(map(len, [*cells, *re.split(r"[ -]", heading)]))
-    broken = textwrap.fill(heading, width + heading.count("-"), break_long_words=False)
-    return _Column(broken, cells, any(cell[:1].isdigit() for cell in cells))
+    @classmethod
+    def of(cls, heading: str, cells: list[str]) -> "_Column":
+        """The column of these cells, whose heading is broken to the width of its cells and its own words."""
+        width = max(map(len, [*cells, *re.split(r"[ -]", heading)]))
+        heading = textwrap.fill(heading, width + heading.count("-"), break_long_words=False)
+        longest = max(map(len, [*cells, *heading.splitlines()]), default=0)
+        return cls(heading, cells, any(cell[:1].isdigit() for cell in cells), longest + 1)
 
 
 def _width(columns: Sequence[_Column]) -> int:

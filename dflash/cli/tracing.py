@@ -1,7 +1,8 @@
 """`--trace` of the commands that decode: the texts and where drafts were rejected, added to a file for `dflash adapt`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,14 +23,14 @@ TraceFile = Annotated[
 Decode = Callable[..., Any]
 
 
-def check_trace_file(trace: Path | None, others: Sequence[Path] = ()) -> None:
-    """Raises ValueError or OSError if nothing could be added to `trace`, or if it is one of the command's `others`."""
+def check_trace_file(trace: Path | None, files: Sequence[Path] = ()) -> None:
+    """Raises ValueError or OSError if nothing could be added to `trace`, or if it is one of the command's other `files`."""
     if trace is None:
         return
     from dflash.training import Trace
 
     Trace.check_name(trace)
-    if trace.resolve() in [other.resolve() for other in others]:
+    if trace.resolve() in [file.resolve() for file in files]:
         raise ValueError(f"--trace {trace} is also a file that this command reads or writes: name another file.")
     check_output(trace)
 
@@ -38,49 +39,41 @@ def check_trace_file(trace: Path | None, others: Sequence[Path] = ()) -> None:
 def recording(trace: Path | None, pair: Pair, target: str, rank: int = 0) -> Iterator[Callable[[Decode], Decode]]:
     """Makes ways of decoding add their texts to `trace`, each prompt once, while the body runs; without one, changes nothing.
 
-    `rank` is the number of this process. The first one keeps other commands from adding, and joins the parts of all, so in
-    it the body must end last. ValueError for a file that is no trace of this pair.
+    `rank` is the number of this process. The first process keeps other commands from adding, and joins the parts of all
+    processes, so its body must end last. ValueError for a file that is no trace of this pair.
     """
     if trace is None:
         yield lambda decode: decode
         return
-    if rank:
-        yield _Recorder(trace, pair, target, rank)
-        return
-    with only_writer(trace):
-        recorder = _Recorder(trace, pair, target)
-        say_once(f"The texts are added to {trace}, with the places where drafts were rejected (--trace).")
-        yield recorder
-        recorder.trace.join()
+    from dflash.training import Trace
+
+    with only_writer(trace) if rank == 0 else nullcontext():
+        rows = Trace(trace, pair.target, pair.tokenizer, target, rank)
+        if rank == 0:
+            say_once(f"The texts are added to {trace}, with the places where drafts were rejected (--trace).")
+        yield partial(_recorded, trace=rows, prompts=set())
+        if rank == 0:
+            rows.join()
 
 
-class _Recorder:
-    """What [`recording`] gives."""
+def _recorded(decode: Decode, trace: Any, prompts: set[tuple[int, ...]]) -> Decode:
+    """`decode`, which also adds its texts to `trace`, except for those of `prompts`, which are there already."""
+    from dflash.training import recorded
 
-    def __init__(self, path: Path, pair: Pair, target: str, rank: int = 0) -> None:
-        from dflash.training import Trace
+    def decode_and_record(input_ids: Any, on_block: Callable[[Any], None] | None = None, **options: Any) -> Any:
+        blocks: list[Any] = []
 
-        self.trace = Trace(path, pair.target, pair.tokenizer, target, rank)
-        self._prompts: set[tuple[int, ...]] = set()
+        def keep(block: Any) -> None:
+            blocks.append(block)
+            if on_block is not None:
+                on_block(block)
 
-    def __call__(self, decode: Decode) -> Decode:
-        """`decode`, which also records."""
-        from dflash.training import recorded
+        prompt = input_ids[0].tolist()
+        try:
+            return decode(input_ids, keep, **options)
+        finally:  # a text that was interrupted, too
+            if blocks and tuple(prompt) not in prompts:
+                prompts.add(tuple(prompt))
+                list(recorded(blocks, [prompt], trace))
 
-        def decode_and_record(input_ids: Any, on_block: Callable[[Any], None] | None = None, **options: Any) -> Any:
-            blocks: list[Any] = []
-
-            def keep(block: Any) -> None:
-                blocks.append(block)
-                if on_block is not None:
-                    on_block(block)
-
-            prompt = input_ids[0].tolist()
-            try:
-                return decode(input_ids, keep, **options)
-            finally:  # a text that was interrupted, too
-                if blocks and tuple(prompt) not in self._prompts:
-                    self._prompts.add(tuple(prompt))
-                    list(recorded(blocks, [prompt], self.trace))
-
-        return decode_and_record
+    return decode_and_record

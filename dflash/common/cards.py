@@ -1,9 +1,15 @@
-"""The README.md of a drafter and of a pair on the Hub."""
+"""The README.md of a drafter and of a pair on the Hub: what it says, and what one states of acceptance."""
 
 import os
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+
+# The name of an acceptance length, and such a length in a sentence.
+TAU_NAME = re.compile(r"\btau\b|τ|accept\w*[ _-]len", re.IGNORECASE)
+TAU_IN_TEXT = re.compile(r"(?:\btau\b|τ|accept\w*[ _-]length)\D{0,20}?(\d+\.\d+)", re.IGNORECASE)
 
 # Title of the card that transformers writes for a repository without one.
 BLANK = "# Model Card for Model ID"
@@ -17,7 +23,7 @@ tags: [dflash, speculative-decoding]
 """
 
 DRAFTER_CARD = """
-A DFlash drafter{whose}: {config.num_hidden_layers} layers, blocks of {config.block_size} tokens, target layers \
+A DFlash drafter{of_target}: {config.num_hidden_layers} layers, blocks of {config.block_size} tokens, target layers \
 {config.target_layer_ids}, mask token {config.mask_token_id}.
 
 ```python
@@ -45,8 +51,8 @@ def drafter_card(config: Any, name: str, target: str | None = None, licence: str
 
     `target` is its target's id on the Hub or a folder, `licence` is front matter.
     """
-    whose = "" if target is None else f" for {_shown(target)}"
-    return _front_matter(name, target, licence) + DRAFTER_CARD.format(whose=whose, config=config, name=name)
+    of_target = "" if target is None else f" for {_shown(target)}"
+    return _front_matter(name, target, licence) + DRAFTER_CARD.format(of_target=of_target, config=config, name=name)
 
 
 def pair_card(name: str, target: str | None = None, drafter: str = "its DFlash drafter", licence: str = "") -> str:
@@ -73,3 +79,51 @@ def _shown(model: str) -> str:
 
 def _is_folder(model: str) -> bool:
     return Path(model).expanduser().is_dir()
+
+
+def stated_taus(fields: Mapping[str, Any], text: str, facts: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Acceptance lengths that a drafter's card states, and what each was measured on.
+
+    `fields` is the front matter of its README.md, `text` the whole file, and `facts` its `training.json`.
+    """
+    figures = [*_taus_of_training(facts), *_taus_of_index(fields), *_taus_in(text)]
+    return list(dict.fromkeys(figures))
+
+
+def _taus_of_training(facts: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """What a training run measured at the step that was kept."""
+    for point in facts.get("curve", ()):
+        if "tau" in point and point["step"] == facts.get("best_step"):
+            yield "held-out prompts of its training", float(point["tau"])
+
+
+def _taus_of_index(fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The acceptance lengths in the model index of a card's front matter."""
+    for model in fields.get("model-index") or ():
+        for result in model.get("results") or ():
+            data = result.get("dataset") or {}
+            for metric in result.get("metrics") or ():
+                name = f"{metric.get('type')} {metric.get('name')}"
+                if TAU_NAME.search(name):
+                    yield str(data.get("name")), float(metric["value"])
+
+
+def _taus_in(text: str) -> Iterator[tuple[str, float]]:
+    """The acceptance lengths in the sentences and tables of a README.md."""
+    headings: list[str] = []
+    for line in text.splitlines():
+        if not line.lstrip().startswith("|"):
+            headings = []
+            for figure in TAU_IN_TEXT.findall(line):
+                yield "said in the text", float(figure)
+            continue
+        row = line.strip().strip("|")
+        cells = [cell.strip(" *`") for cell in row.split("|")]
+        headings = headings or cells
+        if headings[0].lower() == "step":  # the curve of a training run
+            continue
+        for heading, cell in zip(headings, cells, strict=False):
+            figure = re.match(r"\d+(\.\d+)?", cell)
+            if figure and TAU_NAME.search(heading):
+                where = cells[0] if heading.lower() in ("tau", "τ") else f"{cells[0]}, {heading}"
+                yield where, float(figure[0])

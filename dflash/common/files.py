@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and one process at a time that writes them."""
+"""Files that are whole or not there, each written by one process at a time."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def adapter_fault(folder: str | os.PathLike[str]) -> str | None:
-    """What to say after the name of a folder that holds a peft adapter and no model; `None` for any other."""
+    """What is wrong with a folder that holds a peft adapter and no model, to be read after its name; else `None`."""
     path = Path(folder)
     weights = [*path.glob("model*.safetensors"), *path.glob("pytorch_model*.bin")]
     if weights or not (path / "adapter_config.json").is_file():
@@ -88,8 +88,10 @@ def check_output(path: Path, overwrite: bool = True) -> None:
 def only_writer(path: Path) -> Iterator[None]:
     """Keeps other processes of this machine from writing `path`, a file or a folder, while the body runs.
 
-    The lock ends with the process, however that ends. A hidden file beside `path` says who holds it. ValueError with
-    the number of the process that holds it.
+    The lock ends with the process, however it ends. A hidden file beside `path` names the process.
+
+    Raises:
+        ValueError: if another process writes `path`, with its number.
     """
     path = followed(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,14 +108,14 @@ def only_writer(path: Path) -> Iterator[None]:
         yield
     finally:
         holder.unlink(missing_ok=True)
-        with suppress(OSError):  # Windows deletes no open file; who waits for a deleted one looks again
+        with suppress(OSError):  # Windows deletes no open file; a process that waits for a deleted file looks again
             Path(lock.lock_file).unlink()
         lock.release()
 
 
 def _holder(path: Path) -> str:
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {said['process']} on {said['machine']}"
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {holder['process']} on {holder['machine']}"
     except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
         return "another process"

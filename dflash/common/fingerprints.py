@@ -1,4 +1,4 @@
-"""Short hashes by which models and data are known again, wherever they were loaded from."""
+"""Short hashes by which models and data are recognised, wherever they were loaded from."""
 
 import hashlib
 import json
@@ -19,18 +19,25 @@ def model_fingerprint(model: nn.Module) -> str:
     """A short hash of a model's tensors by name, shape and some of their values, the same in every dtype."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        values = tensor.detach().flatten()
-        chosen = values[:: max(1, len(values) // SAMPLED_VALUES)][:SAMPLED_VALUES]
-        digest.update(f"{name} {tuple(tensor.shape)} ".encode())
-        if chosen.device.type != "meta":  # offloaded weights
-            digest.update(chosen.to("cpu", torch.bfloat16).float().numpy().tobytes())
+        header = f"{name} {tuple(tensor.shape)} "
+        digest.update(header.encode())
+        if not tensor.is_meta:  # as offloaded weights are
+            values = tensor.detach().flatten()
+            step = max(1, len(values) // SAMPLED_VALUES)
+            sample = values[::step][:SAMPLED_VALUES]
+            sample = sample.to("cpu", torch.bfloat16).float()
+            digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def config_fingerprint(config: Any, generation_config: Any) -> str:
     """A short hash of both configs, wherever the model was loaded from."""
-    both = [one.to_dict() for one in (config, generation_config) if one is not None]
-    return fingerprint([{name: said for name, said in one.items() if name not in NOT_THE_MODEL} for one in both])
+    contents = []
+    for settings in (config, generation_config):
+        if settings is not None:
+            fields = settings.to_dict().items()
+            contents.append({name: value for name, value in fields if name not in NOT_THE_MODEL})
+    return fingerprint(contents)
 
 
 def fingerprint(value: Any) -> str:

@@ -12,7 +12,7 @@ IS_OFFLINE = constants.HF_HUB_OFFLINE
 
 
 def hub_answers() -> bool:
-    """Whether the Hub answers within a few seconds; not if the environment forbids to ask."""
+    """Whether the Hub answers within a few seconds; false if the environment forbids to ask."""
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS_TO_ANSWER)
     except Exception:  # depends on the HTTP library of this version
@@ -21,7 +21,7 @@ def hub_answers() -> bool:
 
 
 def read_cache_without_hub(say: Callable[[str], None]) -> None:
-    """Has files be read from the cache alone, for the rest of this process, if the Hub does not answer; `say` is told so."""
+    """If the Hub does not answer, makes this process read files from the cache alone; `say` is called with a sentence on it."""
     if constants.HF_HUB_OFFLINE or hub_answers():
         return
     say(f"{constants.ENDPOINT} does not answer: what it holds is read from the cache alone.")
@@ -29,7 +29,7 @@ def read_cache_without_hub(say: Callable[[str], None]) -> None:
 
 
 def ask_hub_again() -> None:
-    """Ends what [`read_cache_without_hub`] began: a server outlives a broken network."""
+    """Undoes [`read_cache_without_hub`]: a server outlives a broken network."""
     _set_offline(IS_OFFLINE)
 
 

@@ -25,8 +25,9 @@ class JsonLines:
 
     def parts(self) -> list[Path]:
         """The parts that hold anything, the first process's first."""
-        others = sorted(self.path.parent.glob(f"{glob.escape(self.path.stem)}.part*{self.path.suffix}"))
-        return [part for part in (self.path, *others) if part.is_file() and part.stat().st_size]
+        pattern = f"{glob.escape(self.path.stem)}.part*{self.path.suffix}"
+        parts = [self.path, *sorted(self.path.parent.glob(pattern))]
+        return [part for part in parts if part.is_file() and part.stat().st_size]
 
     def mend(self) -> None:
         """Cuts half a line off the end of this process's part. Once, before the first `append`."""
@@ -52,8 +53,8 @@ class JsonLines:
             if part != self.path:
                 part.unlink()
 
-    def _unwritten(self, said: str, error: OSError) -> OSError:
-        return OSError(f"{said} ({error.strerror}); its lines are kept: make room and {self._remedy}.")
+    def _unwritten(self, fault: str, error: OSError) -> OSError:
+        return OSError(f"{fault} ({error.strerror}); its lines are kept: make room and {self._remedy}.")
 
 
 def _write(file: IO[bytes], lines: Iterable[bytes]) -> None:
@@ -79,10 +80,13 @@ def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The settings that differ, each as `name: 8, now 9`, for a sentence; empty if none does."""
+    differing = []
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            differing.append(f"{name}: {_short(before.get(name))}, now {_short(now.get(name))}")
+    return "; ".join(differing)
 
-    def short(value: Any) -> str:
-        text = json.dumps(value)
-        return text if len(text) <= 60 else f"{text[:57]}…"
 
-    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
-    return "; ".join(f"{name}: {short(before.get(name))}, now {short(now.get(name))}" for name in names)
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -15,10 +15,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The content of an output's manifest; ValueError for a file that is none."""
     manifest = manifest_path(path)
     try:
-        found: dict[str, Any] = parsed_json(manifest.read_bytes())
-        found["settings"]["samples"]
+        content: dict[str, Any] = parsed_json(manifest.read_bytes())
+        content["settings"]["samples"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{manifest} is no manifest of a run: move it away from {path.name}, or choose another file."
         ) from error
-    return found
+    return content

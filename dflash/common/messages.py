@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,14 @@ INSTALL_EXTRAS = "pip install '.[train,eval]'"  # in the checkout: the package i
 # What transformers raises for a repository whose code nobody has trusted.
 UNTRUSTED_CODE = re.compile(r"custom (generation )?code.*trust_remote_code", re.DOTALL)
 OWN_CODE = "it holds code of its own, which runs only with --trust-remote-code: read that code first"
+
+
+# Is told in a sentence what takes long, what is left out, or where something is kept.
+Announce = Callable[[str], None]
+
+
+def say_nothing(sentence: str) -> None:
+    """Announces nothing."""
 
 
 def first_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 LONGEST_QUOTE = 160  # letters of a server's words that an error repeats
 LONGEST_TIMEOUT = 1e8  # seconds; a socket takes no infinite number
 PAUSES = (1.0, 4.0, 16.0, 60.0)  # seconds before a request is sent again
-LONGEST_PAUSE = 600.0  # seconds; a server that asks for more is given up
+LONGEST_PAUSE = 600.0  # seconds; if a server asks for more, the request fails
 TRANSIENT = (408, 429, 500, 502, 503, 504)  # statuses of failures that may pass by themselves
 
 
@@ -63,9 +63,10 @@ class OpenAIClient:
         try:
             parts = urlsplit(url)
             self._address = parts.hostname or "", parts.port
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
         except ValueError:  # a port that is no number
-            parts, self._address = urlsplit(""), ("", None)
-        if parts.scheme not in ("http", "https") or not self._address[0]:
+            is_url = False
+        if not is_url:
             raise ValueError(f"{url or repr(url)} is no server's URL: give one like http://localhost:8000.")
         if not 0 < timeout <= LONGEST_TIMEOUT:
             raise ValueError(f"timeout={timeout}: use a number of seconds above 0 and up to {LONGEST_TIMEOUT:g}.")
@@ -82,13 +83,12 @@ class OpenAIClient:
     def models(self) -> list[str]:
         """Names of the models that the server serves."""
         answer = self.json("GET", "/v1/models")
-        said = f"{self.url}/v1/models lists no models but {quote(answer)}: is this a model server?"
         try:
             names = [model["id"] for model in answer["data"]]
-        except (KeyError, TypeError) as error:
-            raise ValueError(said) from error
+        except (KeyError, TypeError):
+            names = [None]
         if not all(isinstance(name, str) for name in names):
-            raise ValueError(said)
+            raise ValueError(f"{self.url}/v1/models lists no models but {quote(answer)}: is this a model server?")
         return names
 
     def only_model(self, name: str | None = None) -> str:
@@ -120,23 +120,23 @@ class OpenAIClient:
 
     def completion(
         self,
-        asked: Mapping[str, Any],
+        request: Mapping[str, Any],
         tokenizer: Any,
         send: Callable[[dict[str, Any]], Result],
         prompt_tokens: Callable[[Result], Any],
     ) -> Result:
-        """What `send` returns for the request `asked` to `/v1/completions`, whose prompt is token ids.
+        """What `send` returns for a `request` to `/v1/completions` whose prompt is token ids.
 
         A server that refuses ids (`transformers serve`) is asked by the text of the ids, then and from then on;
         `prompt_tokens` reads from its reply how many tokens it made of that text. ValueError if they are not the ids.
         """
         if not self._is_text_only:
             try:
-                return send(dict(asked))
+                return send(dict(request))
             except TextOnlyError:
                 self._is_text_only = True
-        reply = send(text_request(asked, tokenizer))
-        check_prompt_tokens(prompt_tokens(reply), asked["prompt"], f"{self.url}/v1/completions")
+        reply = send(text_request(request, tokenizer))
+        check_prompt_tokens(prompt_tokens(reply), request["prompt"], f"{self.url}/v1/completions")
         return reply
 
     @contextmanager
@@ -157,22 +157,27 @@ class OpenAIClient:
             remedy = "raise the timeout, or ask for shorter answers or fewer at once"
             raise ValueError(f"{where} did not answer within {self._timeout:g} seconds: {remedy}.") from error
         except (OSError, HTTPException) as error:
-            if response is not None:
-                reason = str(error) or type(error).__name__
-                said = f"{where} answered {response.status} and broke off ({reason}): look at its log."
-                raise TransientError(said) from error
-            raise _unreachable(where, error) from error
+            if response is None:
+                raise _unreachable(where, error) from error
+            reason = str(error) or type(error).__name__
+            raise TransientError(
+                f"{where} answered {response.status} and broke off ({reason}): look at its log."
+            ) from error
         finally:
             connection.close()
 
 
-def quote(said: Any) -> str:
-    """The first letters of a server's words, on one line."""
-    if isinstance(said, bytes):
-        said = said.decode("utf-8", "replace")
-    text = " ".join((said if isinstance(said, str) else json.dumps(said)).split()).rstrip(".")
+def quote(answer: Any) -> str:
+    """The first letters of a server's answer, on one line."""
+    if isinstance(answer, bytes):
+        answer = answer.decode("utf-8", "replace")
+    elif not isinstance(answer, str):
+        answer = json.dumps(answer)
+    text = " ".join(answer.split()).rstrip(".")
     text = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
-    return (text[:LONGEST_QUOTE] + " …" if len(text) > LONGEST_QUOTE else text) or "nothing"
+    if len(text) > LONGEST_QUOTE:
+        text = f"{text[:LONGEST_QUOTE]} …"
+    return text or "nothing"
 
 
 def _connect(connection: HTTPConnection, where: str) -> None:
@@ -196,19 +201,20 @@ def _refusal(response: HTTPResponse, where: str) -> ValueError:
         return TextOnlyError(f"{sentence}; {REMEDY}.")
     if response.status not in TRANSIENT:
         return ValueError(f"{sentence}.")
-    if (seconds := _retry_after(response)) > LONGEST_PAUSE:
+    seconds = _retry_after(response)
+    if seconds > LONGEST_PAUSE:
         return ValueError(f"{sentence}; it asks to wait {seconds:g} seconds: begin again then.")
     return TransientError(f"{sentence}.", seconds)
 
 
 def _retry_after(response: HTTPResponse) -> float:
     """Seconds that the server asks to wait, as a number or a date; 0 if it does not say."""
-    said = (response.getheader("Retry-After") or "").strip()
-    if said.isdecimal():
-        return float(said)
+    pause = (response.getheader("Retry-After") or "").strip()
+    if pause.isdecimal():
+        return float(pause)
     try:  # by the server's own clock
         now = parsedate_to_datetime(response.getheader("Date") or "")
-        return max(0.0, (parsedate_to_datetime(said) - now).total_seconds())
+        return max(0.0, (parsedate_to_datetime(pause) - now).total_seconds())
     except (TypeError, ValueError):
         return 0.0
 
@@ -216,10 +222,10 @@ def _retry_after(response: HTTPResponse) -> float:
 def _message(body: bytes) -> Any:
     """The message in an error's body, in the forms of OpenAI, vLLM and FastAPI; else the whole body."""
     try:
-        said = parsed_json(body)
+        message = parsed_json(body)
     except ValueError:
         return body
     for key in ("error", "message", "detail"):
-        if isinstance(said, dict) and said.get(key):
-            said = said[key]
-    return said
+        if isinstance(message, dict) and message.get(key):
+            message = message[key]
+    return message

@@ -72,11 +72,16 @@ def command() -> str:
     """The command line of this process without the paths of this machine; a Hub id keeps its slash."""
     program = Path(sys.argv[0]).resolve()
     is_script = program.suffix == ".py" and program.name != "__main__.py"  # `python -m dflash` is `dflash`
-    name = f"{program.parent.name}/{program.name}" if is_script else "dflash"
-    words = [name]
+    words = [f"{program.parent.name}/{program.name}" if is_script else "dflash"]
     for word in sys.argv[1:]:
-        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        words.append(option + equals + (Path(value).name if os.path.isabs(os.path.expanduser(value)) else value))
+        option = ""
+        value = word
+        if word.startswith("--") and "=" in word:
+            name, _, value = word.partition("=")
+            option = f"{name}="
+        if os.path.isabs(os.path.expanduser(value)):
+            value = Path(value).name
+        words.append(option + value)
     return shlex.join(words)
 
 
@@ -90,9 +95,9 @@ def public_name(source: str | os.PathLike[str] | None) -> str | None:
 
 def revision() -> str:
     """The commit of this code; empty if it is no checkout."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
-        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:  # no git
         return ""
 

@@ -17,21 +17,24 @@ class TextOnlyError(ValueError):
     """A server refused a request of token ids, and would take one of text."""
 
 
-def text_request(asked: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The request `asked`, whose prompt is ids, as one of text; ValueError if no text is encoded to these ids.
+def text_request(request: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """A `request` whose prompt is ids, as one of text; ValueError if no text is encoded to these ids.
 
     The settings of sampling go into `generation_config`, where they win over the target's own.
     """
-    request = {name: value for name, value in asked.items() if name not in UNKNOWN}
-    request["prompt"] = exact_text(asked["prompt"], tokenizer)
-    temperature = request.pop("temperature")
-    top_p, top_k, min_p = request.pop("top_p", 1.0), request.pop("top_k", -1), request.pop("min_p", 0.0)
-    settings: dict[str, Any] = {"do_sample": False}
-    if temperature:
-        settings = {"do_sample": True, "temperature": temperature, "top_p": top_p, "min_p": min_p, **NEUTRAL}
-        settings["top_k"] = max(top_k, 0)  # 0 keeps every token there, and -1 in vLLM and SGLang
-    request["generation_config"] = json.dumps(settings)
-    return request
+    text = {name: value for name, value in request.items() if name not in UNKNOWN}
+    text["prompt"] = exact_text(request["prompt"], tokenizer)
+    sampling = {
+        "temperature": text.pop("temperature"),
+        "top_p": text.pop("top_p", 1.0),
+        "min_p": text.pop("min_p", 0.0),
+        **NEUTRAL,
+        "top_k": max(text.pop("top_k", -1), 0),  # 0 keeps every token there, and -1 in vLLM and SGLang
+    }
+    is_sampled = bool(sampling["temperature"])
+    settings = {"do_sample": is_sampled, **sampling} if is_sampled else {"do_sample": False}
+    text["generation_config"] = json.dumps(settings)
+    return text
 
 
 def exact_text(prompt_ids: Sequence[int], tokenizer: Any) -> str:
@@ -39,7 +42,11 @@ def exact_text(prompt_ids: Sequence[int], tokenizer: Any) -> str:
     prompt_ids = list(prompt_ids)
     added = tokenizer("")["input_ids"]  # such as a first token that the tokenizer adds to every text
     begin = len(added) if prompt_ids[: len(added)] == added else 0
-    text = tokenizer.decode(prompt_ids[begin:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(
+        prompt_ids[begin:],
+        skip_special_tokens=False,
+        clean_up_tokenization_spaces=False,
+    )
     if tokenizer(text)["input_ids"] != prompt_ids:
         shown = text if len(text) <= 80 else f"{text[:80]} …"
         ids = f"the {len(prompt_ids)} ids of the prompt {shown!r}"
@@ -50,5 +57,5 @@ def exact_text(prompt_ids: Sequence[int], tokenizer: Any) -> str:
 def check_prompt_tokens(counted: Any, prompt_ids: Sequence[int], where: str) -> None:
     """ValueError if a server encoded the text of a prompt to another number of tokens."""
     if counted != len(prompt_ids):
-        said = f"{where} counted {counted} tokens in a prompt of {len(prompt_ids)}"
-        raise ValueError(f"{said}: it must serve the target with its own tokenizer; else {REMEDY}.")
+        fault = f"{where} counted {counted} tokens in a prompt of {len(prompt_ids)}"
+        raise ValueError(f"{fault}: it must serve the target with its own tokenizer; else {REMEDY}.")

@@ -1,4 +1,4 @@
-"""Measuring from outside: ways of decoding under a clock, tasks and scores, results and what shows them."""
+"""Measures decoding from outside: timing, tasks, scores, result files, and the tables, figures and pages that show them."""
 
 from typing import TYPE_CHECKING
 
@@ -7,9 +7,9 @@ from dflash.common.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .backends import Backend, pair_backend, server_backend
-    from .bench import run_bench
+    from .bench import BenchPlan, run_bench
     from .canary import Load, run_canary
-    from .doctor import DOCTORS_PROMPTS, Setup, run_doctor, stated_acceptance
+    from .doctor import DOCTORS_PROMPTS, Setup, run_doctor
     from .eval_run import EvalPlan, check_eval_output, questions_of, run_eval
     from .markdown_pages import MARK, fill_pages, names_of, with_table
     from .measurements import Measurement, Prompt, compare, summarise
@@ -34,18 +34,6 @@ if TYPE_CHECKING:
     from .results import place_of, read_result
     from .sandbox import Limits, run_program
     from .scoring import check_scorers, extract_code, is_right
-    from .simulated_pairs import (
-        EAGERLY,
-        SHAPES,
-        Script,
-        measure_point,
-        measure_prefill,
-        milliseconds,
-        scripted_continuation,
-        scripted_pair,
-        scripted_prompt,
-        useless,
-    )
     from .tables import caveat, markdown, table_of, tables_of
     from .task_answers import TaskAnswer, answer_questions, chat_encoder, numbered, summarise_answers
     from .tasks import TASKS, Question, load_questions, questions_of_prompts
@@ -54,19 +42,17 @@ if TYPE_CHECKING:
     from .timing import TimedRun, timed_blocks, timed_generate
 
 __all__ = [
-    "DOCTORS_PROMPTS", "EAGER", "EAGERLY", "GREEDY", "HAS_NATIVE", "MARK", "METHODS", "NATIVE", "OURS", "PLAIN",
-    "PROMPT_LOOKUP", "RANDOM_DRAFTER", "READING_OPERATIONS", "READS", "SHAPES", "TASKS", "VARIANTS", "Backend",
+    "DOCTORS_PROMPTS", "EAGER", "GREEDY", "HAS_NATIVE", "MARK", "METHODS", "NATIVE", "OURS", "PLAIN",
+    "PROMPT_LOOKUP", "RANDOM_DRAFTER", "READING_OPERATIONS", "READS", "TASKS", "VARIANTS", "Backend", "BenchPlan",
     "Difference", "EvalPlan", "Limits", "Load", "Measurement", "PeakMemory", "Profile", "Prompt", "Question",
-    "Script", "Server", "Setup", "TaskAnswer", "TimedRun", "allocated_memory", "answer_questions", "caveat",
+    "Server", "Setup", "TaskAnswer", "TimedRun", "allocated_memory", "answer_questions", "caveat",
     "chat_encoder", "check_eval_output", "check_methods", "check_scorers", "compare", "decoding_methods",
     "drawings", "extract_code", "fill_pages", "first_difference", "host_syncs", "is_right", "load_questions",
-    "markdown", "measure_point", "measure_prefill", "milliseconds", "names_of", "numbered", "pair_backend",
+    "markdown", "names_of", "numbered", "pair_backend",
     "place_of", "questions_of", "questions_of_prompts", "read_result", "run_bench", "run_canary", "run_doctor", "run_eval",
-    "run_program", "save_drawing", "save_plots", "scripted_continuation", "scripted_pair", "scripted_prompt",
-    "server_backend", "stated_acceptance", "step_split", "summarise", "summarise_answers", "table_of",
-    "tables_of", "timed_blocks", "timed_generate", "untrained", "useless", "with_table", "write_page",
+    "run_program", "save_drawing", "save_plots",
+    "server_backend", "step_split", "summarise", "summarise_answers", "table_of",
+    "tables_of", "timed_blocks", "timed_generate", "untrained", "with_table", "write_page",
 ]  # fmt: skip
 
-__getattr__, __dir__ = lazy_names(
-    __name__, __file__, {"Answer": "TaskAnswer", "Plan": "EvalPlan", "run_plan": "run_eval"}
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

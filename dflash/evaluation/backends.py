@@ -1,9 +1,8 @@
-"""Who answers in an evaluation: a pair in this process, or two servers. Ids in, a continuation under a clock out."""
+"""What answers in an evaluation: a pair in this process, or two servers. Each takes token ids and returns a timed continuation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -18,25 +17,26 @@ from dflash.model.targets_dflash import max_positions
 
 from .memory import PeakMemory
 from .methods import OURS, PLAIN, VARIANTS, Method, decoding_methods
+from .text_difference import num_shared
 from .timed_server import Server, drafting
 from .timing import TimedRun
 
 
 DEFAULT_NEW_TOKENS = 2048
 
-# Called once for each dialogue. The others are compared with the first method.
+# Makes the methods of a dialogue. The texts of the others are compared with those of the first.
 Begin = Callable[[], dict[str, Method]]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What answers, and what its figures depend on."""
+    """The methods that answer, and the facts that their figures depend on."""
 
     begin: Begin  # makes the methods of a dialogue
     max_new_tokens: int
     environment: dict[str, Any]  # versions, hardware and the like
     decoding: dict[str, Any]  # more for the record
-    memory: PeakMemory | None = None  # watched while each method runs; `None` where it cannot be seen from here
+    memory: PeakMemory | None = None  # read around each run; `None` for servers, whose memory is not visible here
     max_prompt_tokens: int | None = None  # the longest that leaves room for the answer, `None` for any
 
 
@@ -55,13 +55,20 @@ def pair_backend(
     if max_new_tokens is None:
         max_new_tokens = DEFAULT_NEW_TOKENS if limit is None else min(DEFAULT_NEW_TOKENS, limit // 2)
     if limit is not None and max_new_tokens >= limit:
-        said = f"--max-new-tokens {max_new_tokens} leaves no room for a prompt"
-        raise ValueError(f"{said}: the target has {limit} positions, use fewer.")
+        raise ValueError(
+            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt: the target has {limit} positions, use fewer."
+        )
     check_logits(target)
     begin = pair_dialogues(target, drafter, max_new_tokens, methods)
-    more = {"caches_kept_between_turns": [name for name in begin() if name in keeping_methods(target)]}
-    memory, room = PeakMemory(target.device.type == "cuda"), None if limit is None else limit - max_new_tokens
-    return Backend(begin, max_new_tokens, environment(target, drafter), more, memory, room)
+    keeping = keeping_methods(target)
+    return Backend(
+        begin,
+        max_new_tokens,
+        environment(target, drafter),
+        {"caches_kept_between_turns": [name for name in begin() if name in keeping]},
+        PeakMemory(target.device.type == "cuda"),
+        None if limit is None else limit - max_new_tokens,
+    )
 
 
 def pair_dialogues(
@@ -72,11 +79,16 @@ def pair_dialogues(
     If only one of the two kept them, later turns would compare prompts and not decoders.
     """
     methods = decoding_methods(target, drafter, max_new_tokens, names)
-    keeps = [name for name in methods if name in keeping_methods(target)]
+    keeping = keeping_methods(target)
 
     def begin() -> dict[str, Method]:
-        kept = {name: partial(methods[name], conversation=Conversation()) for name in keeps if name != PLAIN}
-        return methods | kept | ({PLAIN: PlainDialogue(target, methods[PLAIN])} if PLAIN in keeps else {})
+        of_dialogue = dict(methods)
+        for name, method in methods.items():
+            if name == PLAIN and name in keeping:
+                of_dialogue[name] = PlainDialogue(target, method)
+            elif name in keeping:
+                of_dialogue[name] = partial(method, conversation=Conversation())
+        return of_dialogue
 
     return begin
 
@@ -84,34 +96,32 @@ def pair_dialogues(
 def keeping_methods(target: PreTrainedModel) -> tuple[str, ...]:
     """The methods that keep their caches between turns; none with windows or recurrent layers, which cannot crop."""
     layers = getattr(DynamicCache(config=target.config), "layers", [])
-    return (PLAIN, OURS, *VARIANTS) if all(type(layer).__name__ == "DynamicLayer" for layer in layers) else ()
+    can_crop = all(type(layer).__name__ == "DynamicLayer" for layer in layers)
+    return (PLAIN, *VARIANTS) if can_crop else ()
 
 
 class PlainDialogue:
-    """`target.generate` with a cache that is kept: of each further turn only the new tokens are computed."""
+    """`target.generate` with a cache that is kept between turns, so that each turn computes only its new tokens."""
 
     def __init__(self, target: PreTrainedModel, method: Method) -> None:
         self._target = target
         self._method = method
         self._cache: Any = None
-        self._held: list[int] = []
+        self._cached_ids: list[int] = []
 
     def __call__(self, input_ids: torch.Tensor) -> TimedRun:
         """The continuation of input_ids [1, S], the whole dialogue so far."""
-        run = self._method(input_ids, **{CACHE_NAME: self._reopened(input_ids[0, :-1].tolist())})
-        self._held = input_ids[0].tolist() + run.token_ids[:-1]
-        return run
-
-    def _reopened(self, wanted: list[int]) -> Any:
-        """The cache cropped to the tokens that it shares with `wanted`, or a new one."""
-        pairs = zip(self._held, wanted, strict=False)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        surplus = 0 if self._cache is None else self._cache.get_seq_length() - shared
-        if not shared or surplus < 0:
+        prompt_ids = input_ids[0].tolist()
+        length = num_shared(self._cached_ids, prompt_ids[:-1])
+        surplus = len(self._cached_ids) - length
+        if length == 0:
             self._cache = DynamicCache(config=self._target.config)
         elif surplus:
             self._cache.crop(-surplus)
-        return self._cache
+        cache = {CACHE_NAME: self._cache}
+        run = self._method(input_ids, **cache)
+        self._cached_ids = prompt_ids + run.token_ids[:-1]
+        return run
 
 
 def server_backend(
@@ -135,23 +145,41 @@ def server_backend(
     several models and none is named.
     """
     longest = DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
-    served = {
-        PLAIN: (baseline, baseline.only_model(baseline_model or model)),
-        OURS: (server, server.only_model(model)),
-    }
-    engines = dict.fromkeys(asked.engine() for asked, _ in served.values())
-    setup = {"engine": " / ".join(filter(None, engines)) or None, "device": hardware}
-    servers = {name: {"url": asked.url, "model": known} for name, (asked, known) in served.items()}
-    methods: dict[str, Method] = {name: partial(_timed, *one, tokenizer, longest) for name, one in served.items()}
+    methods: dict[str, Method] = {}
+    servers = {}
+    engines: dict[str, None] = {}
+    for name, asked, model_name in (
+        (PLAIN, baseline, baseline_model or model),
+        (OURS, server, model),
+    ):
+        served = asked.only_model(model_name)
+        methods[name] = partial(_timed, asked, served, tokenizer, longest)
+        servers[name] = {"url": asked.url, "model": served}
+        engine = asked.engine()
+        if engine is not None:
+            engines[engine] = None
+    setup = {"engine": " / ".join(engines) or None, "device": hardware}
     return Backend(lambda: dict(methods), longest, setup, {"servers": servers})
 
 
 def _timed(server: Server, model: str, tokenizer: Any, max_new_tokens: int, input_ids: torch.Tensor) -> TimedRun:
-    """One request; the counters are read outside the clock."""
+    """The time of a request; the counters are read outside the clock."""
     before = server.counters()
-    reply = server.complete(model, input_ids[0].tolist(), max_new_tokens, tokenizer)
+    prompt_ids = input_ids[0].tolist()
+    reply = server.complete(model, prompt_ids, max_new_tokens, tokenizer)
     drafts = drafting(before, server.counters())
-    token_ids = list(reply.token_ids) or tokenizer(reply.text, add_special_tokens=False)["input_ids"]
-    lengths = drafts.acceptance_lengths if drafts else []
-    steps = len(lengths) or round(drafts.steps if drafts else 0) or reply.num_tokens - 1
-    return TimedRun(token_ids, reply.seconds, reply.seconds_to_first_token, 1 + steps, lengths)
+    token_ids = list(reply.token_ids)
+    if not token_ids:
+        token_ids = tokenizer(reply.text, add_special_tokens=False)["input_ids"]
+    lengths: list[int] = []
+    num_steps = reply.num_tokens - 1
+    if drafts is not None:
+        lengths = drafts.acceptance_lengths
+        num_steps = len(lengths) or round(drafts.steps) or num_steps
+    return TimedRun(
+        token_ids,
+        reply.seconds,
+        reply.seconds_to_first_token,
+        1 + num_steps,
+        lengths,
+    )

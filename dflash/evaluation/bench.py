@@ -1,7 +1,7 @@
 """`dflash bench` from a pair and prompts to a result: every way of decoding timed in turns, then profiled."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -11,9 +11,10 @@ from transformers.modeling_utils import PreTrainedModel
 from dflash.common.logits import check_logits
 from dflash.common.provenance import environment, public_name, record
 
-from .measurements import Prompt, compare, summarise
+from .measurements import Prompt, compare, rounded, summarise
 from .methods import EAGER, decoding_methods
-from .profiling import profile, step_split
+from .profiling import StepSplit, profile, step_split
+from .results import Row
 from .timing import timed_blocks
 
 
@@ -21,48 +22,63 @@ from .timing import timed_blocks
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
+@dataclass(frozen=True)
+class BenchPlan:
+    """How prompts are decoded and measured."""
+
+    max_new_tokens: int = 256
+    repeats: int = 3  # of every method on every prompt
+    methods: Sequence[str] | None = None  # names of [`METHODS`] besides plain decoding; `None` for all
+    num_profiled: int = 4  # prompts of each task that are decoded again to profile their steps
+
+
 def run_bench(
     target: PreTrainedModel,
     drafter: PreTrainedModel,
     prompts: Sequence[Prompt],
-    max_new_tokens: int = 256,
-    repeats: int = 3,
-    methods: Sequence[str] | None = None,
-    num_profiled: int = 4,
+    plan: BenchPlan,
     decoding: Mapping[str, Any] | None = None,
     progress: Progress = lambda items, what: items,
 ) -> dict[str, Any]:
-    """Decodes every prompt greedily by every method, `repeats` times, interleaved, and returns the result.
+    """Decodes every prompt greedily by every method, in turns, and returns the result.
 
-    `methods` are names of [`METHODS`] besides plain decoding; `None` for all. Of each task, `num_profiled` prompts are
-    decoded again to profile their steps. `decoding` holds more for the record: names of the pair, chat template,
-    thinking.
+    `decoding` holds more for the record: names of the pair, chat template, thinking.
 
     Raises:
         ValueError: for an unknown method, or a target whose logits are NaN or infinite.
     """
     check_logits(target)
-    more = dict(decoding or {})
-    more |= {role: public_name(more[role]) for role in ("target", "drafter") if more.get(role)}
-    ways = decoding_methods(target, drafter, max_new_tokens, methods)
+    names = dict(decoding or {})
+    for role in ("target", "drafter"):
+        if names.get(role):
+            names[role] = public_name(names[role])
+    compared = decoding_methods(target, drafter, plan.max_new_tokens, plan.methods)
     measurements = compare(
-        ways,
+        compared,
         prompts,
-        repeats,
-        progress=lambda todo: progress(todo, "Decoding"),
-        warm_up=lambda todo: progress(todo, "Warming up"),
+        plan.repeats,
+        progress=lambda prompts: progress(prompts, "Decoding"),
+        warm_up=lambda runs: progress(runs, "Warming up"),
     )
-    tasks = dict.fromkeys(prompt.task for prompt in prompts)
-    chosen = [p for task in tasks for p in [q for q in prompts if q.task == task][:num_profiled]]
-    profiles = profile(ways, chosen, target, drafter, lambda todo: progress(todo, "Profiling"))
+    chosen = []
+    for task in dict.fromkeys(prompt.task for prompt in prompts):
+        of_task = [prompt for prompt in prompts if prompt.task == task]
+        chosen += of_task[: plan.num_profiled]
+    profiles = profile(compared, chosen, target, drafter, lambda prompts: progress(prompts, "Profiling"))
     return record(
         "decode",
         environment(target, drafter),
-        decoding={"temperature": 0.0, "batch_size": 1, "max_new_tokens": max_new_tokens, "repeats": repeats, **more},
+        decoding={
+            "temperature": 0.0,
+            "batch_size": 1,
+            "max_new_tokens": plan.max_new_tokens,
+            "repeats": plan.repeats,
+            **names,
+        },
         summary=summarise(measurements, profiles),
-        widths=step_times(target, drafter, chosen, max_new_tokens, repeats, progress),
+        widths=step_times(target, drafter, chosen, plan, progress),
         measurements=[asdict(measurement) for measurement in measurements],
-        profiles=[asdict(one) for one in profiles],
+        profiles=[asdict(profile) for profile in profiles],
     )
 
 
@@ -70,26 +86,35 @@ def step_times(
     target: PreTrainedModel,
     drafter: PreTrainedModel,
     prompts: Sequence[Prompt],
-    max_new_tokens: int,
-    repeats: int = 3,
+    plan: BenchPlan,
     progress: Progress = lambda items, what: items,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Milliseconds of a step's two forwards, by the number of tokens verified at once, in the eager loop."""
     block_size = drafter.config.block_size
-    widths = [width for width in (1, 2, 4, 8, 16, 32) if width < block_size] + [block_size]
-    seen: dict[int, list[dict[str, float]]] = {width: [] for width in widths}
-    turns = [(repeat, width) for repeat in range(repeats if prompts else 0) for width in widths]
-    for repeat, width in progress(turns, "Timing widths"):
+    widths = [width for width in (1, 2, 4, 8, 16, 32) if width < block_size]
+    widths.append(block_size)
+    turns = [(repeat, width) for repeat in range(plan.repeats) for width in widths]
+    splits: dict[int, list[StepSplit]] = {}
+    for repeat, width in progress(turns if prompts else [], "Timing widths"):
         prompt = prompts[repeat % len(prompts)]
-        options = {**EAGER, "max_draft_tokens": width - 1, "max_new_tokens": max_new_tokens, "temperature": 0.0}
-        run = partial(timed_blocks, drafter, target, **options)
-        seen[width].append(step_split(run, prompt.input_ids, target, drafter)[1])
-    return [
-        {
-            "width": width,
-            "ms_verify": round(median(split["verify"] for split in splits), 4),
-            "ms_draft": round(median(split["draft"] for split in splits), 4) if width > 1 else None,
+        options = {
+            **EAGER,
+            "max_draft_tokens": width - 1,
+            "max_new_tokens": plan.max_new_tokens,
+            "temperature": 0.0,
         }
-        for width, splits in seen.items()
-        if splits
-    ]
+        run = partial(timed_blocks, drafter, target, **options)
+        split = step_split(run, prompt.input_ids, target, drafter)
+        splits.setdefault(width, []).append(split)
+    rows = []
+    for width, of_width in splits.items():
+        ms_verify = median(split.ms_verify for split in of_width)
+        ms_draft = median(split.ms_draft for split in of_width)
+        rows.append(
+            {
+                "width": width,
+                "ms_verify": rounded(ms_verify),
+                "ms_draft": rounded(ms_draft) if width > 1 else None,
+            }
+        )
+    return rows

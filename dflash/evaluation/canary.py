@@ -3,9 +3,10 @@
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from dflash.common.provenance import record
@@ -17,10 +18,13 @@ from .timed_server import Message, Reply, Server, drafting
 
 FEWEST_REQUESTS = 16
 
+# A server and the name of its model, by "dflash" and "baseline".
+Servers = dict[str, tuple[Server, str]]
+
 
 @dataclass(frozen=True)
 class Load:
-    """The requests to each server, and the largest 99th percentiles of its times; all numbers are finite."""
+    """The requests to each server, and the limits of its 99th percentiles. All numbers are finite."""
 
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # requests under way at once, level by level
     rounds: int = 4  # requests of a level for each that is under way at once (at least `FEWEST_REQUESTS` in all)
@@ -43,13 +47,13 @@ class Load:
 
 
 def run_canary(
-    servers: dict[str, tuple[Server, str]],
+    servers: Servers,
     prompts: Sequence[Sequence[Message]],
     load: Load,
     progress: Callable[[], None] = lambda: None,
     hardware: str | None = None,
 ) -> dict[str, Any]:
-    """Puts every server under every level of the load; returns a result of kind "serving".
+    """Sends every level of the load to every server; returns a result of kind "serving".
 
     At each level the servers take turns, get the same prompts in the same order, and are warmed up by one unmeasured
     request per concurrent one. No prompt is repeated as long as there are enough, because a repeated prompt is in the
@@ -59,89 +63,131 @@ def run_canary(
     at each level. `hardware` is that of the servers, for the record. ValueError if a server fails a warm-up, or every
     request of a level; a single failed request is counted.
     """
-    needed = sum(load.requests(level) + level for level in load.concurrency)
-    draw, everyone = random.Random(load.seed), range(len(prompts))
-    # All prompts shuffled, then all of them again.
-    order = [i for _ in range(math.ceil(needed / len(prompts))) for i in draw.sample(everyone, len(prompts))]
+    order = _order(len(prompts), load)
     rows: list[Row] = []
     measurements: list[Row] = []
-    dealt = 0
     for level in load.concurrency:
-        chosen = order[dealt : dealt + level + load.requests(level)]
-        dealt += len(chosen)
+        chosen = [next(order) for _ in range(level + load.requests(level))]
+        asked = [prompts[index] for index in chosen]
+        of_level: dict[str, Row] = {}
         texts: dict[str, list[str | None]] = {}
         for name, (server, model) in servers.items():
-
-            def ask(index: int, server: Server = server, model: str = model) -> Reply | str:
-                request = load.max_new_tokens, load.temperature, load.seed, load.thinking
-                try:
-                    return server.stream(model, prompts[index], *request)
-                except ValueError as error:
-                    return str(error)
-
-            row, replies = _under_load(ask, server, chosen[:level], chosen[level:], level)
-            texts[name] = [reply.text if isinstance(reply, Reply) else None for reply in replies]
+            ask = partial(_reply, server, model, load)
+            row, replies = _under_load(server, ask, asked[:level], asked[level:])
             if load.price_per_hour is not None:
-                row["cost_per_million_tokens"] = round(load.price_per_hour / 3600 / row["tokens_per_second"] * 1e6, 6)
-            rows.append({"server": name, **row})
+                row["cost_per_million_tokens"] = _cost(load.price_per_hour, row["tokens_per_second"])
+            of_level[name] = {"server": name, "concurrency": level, **row}
+            texts[name] = [getattr(reply, "text", None) for reply in replies]
             for index, reply in zip(chosen[level:], replies, strict=True):
-                one: Row = {"server": name, "concurrency": level, "prompt_index": index}
-                if isinstance(reply, str):
-                    measurements.append(one | {"error": reply})
-                    continue
-                first = rounded(reply.seconds_to_first_token)
-                times = {"seconds": rounded(reply.seconds), "seconds_to_first_token": first}
-                measurements.append(one | {"num_tokens": reply.num_tokens} | times)
+                measured = {
+                    "server": name,
+                    "concurrency": level,
+                    "prompt_index": index,
+                    **_times(reply),
+                }
+                measurements.append(measured)
             progress()
-        _compare(rows[-len(servers) :], texts, load)
-    engines = {name: server.engine() for name, (server, _) in servers.items()}
-    served = {
-        name: {"url": one.url, "model": model, "engine": engines[name]} for name, (one, model) in servers.items()
-    }
-    target = " / ".join(dict.fromkeys(model for _, model in servers.values()))
-    engine = " / ".join(dict.fromkeys(filter(None, engines.values()))) or None
+        _compare(of_level, texts, load)
+        rows += of_level.values()
+    needed = sum(level + load.requests(level) for level in load.concurrency)
     return record(
         "serving",
-        {"target": target, "engine": engine, "device": hardware, "servers": served},
-        decoding={**asdict(load), "prompts": len(prompts), "prompts_repeat": needed > len(prompts)},
+        _environment(servers, hardware),
+        decoding={
+            **asdict(load),
+            "prompts": len(prompts),
+            "prompts_repeat": needed > len(prompts),
+        },
         summary=rows,
         at_target=at_target(rows, load),
         measurements=measurements,
     )
 
 
+def _environment(servers: Servers, hardware: str | None) -> dict[str, Any]:
+    served = {}
+    for name, (server, model) in servers.items():
+        served[name] = {"url": server.url, "model": model, "engine": server.engine()}
+    models = dict.fromkeys(entry["model"] for entry in served.values())
+    engines = dict.fromkeys(entry["engine"] for entry in served.values() if entry["engine"])
+    return {
+        "target": " / ".join(models),  # type: ignore[arg-type]
+        "engine": " / ".join(engines) or None,
+        "device": hardware,
+        "servers": served,
+    }
+
+
+def _cost(price_per_hour: float, tokens_per_second: float) -> float:
+    """The price of a million tokens."""
+    seconds = 1e6 / tokens_per_second
+    return round(price_per_hour * seconds / 3600, 6)
+
+
+def _order(num_prompts: int, load: Load) -> Iterator[int]:
+    """The numbers of all prompts shuffled, then all of them again, without an end."""
+    generator = random.Random(load.seed)
+    while True:
+        yield from generator.sample(range(num_prompts), num_prompts)
+
+
+def _reply(server: Server, model: str, load: Load, messages: Sequence[Message]) -> Reply | str:
+    """The server's answer, or what went wrong."""
+    try:
+        return server.stream(model, messages, load.max_new_tokens, load.temperature, load.seed, load.thinking)
+    except ValueError as error:
+        return str(error)
+
+
+def _times(reply: Reply | str) -> Row:
+    if isinstance(reply, str):
+        return {"error": reply}
+    return {
+        "num_tokens": reply.num_tokens,
+        "seconds": rounded(reply.seconds),
+        "seconds_to_first_token": rounded(reply.seconds_to_first_token),
+    }
+
+
 def at_target(rows: Sequence[Row], load: Load) -> dict[str, Row | None]:
-    """By server, the row of the highest throughput within the load's targets, `None` if there is none.
+    """For each server, the row with the highest throughput within the load's targets; `None` if no row is within them.
 
     Only measured levels count; nothing is interpolated. Empty without a target.
     """
-    limits = {
+    targets = {
         "ms_per_output_token_p99": load.target_ms_per_output_token,
         "ms_to_first_token_p99": load.target_ms_to_first_token,
     }
-    wanted = {key: limit for key, limit in limits.items() if limit is not None}
-    if not wanted:
+    limits = {name: limit for name, limit in targets.items() if limit is not None}
+    if not limits:
         return {}
-    best: dict[str, Row | None] = dict.fromkeys(row["server"] for row in rows)
-    for row in rows:
-        within = not row["failed"] and all(row[key] is not None and row[key] <= limit for key, limit in wanted.items())
-        so_far = best[row["server"]]
-        if within and (so_far is None or row["tokens_per_second"] > so_far["tokens_per_second"]):
-            best[row["server"]] = row
+
+    def is_within(row: Row) -> bool:
+        if row["failed"]:
+            return False
+        return all(row[name] is not None and row[name] <= limit for name, limit in limits.items())
+
+    best: dict[str, Row | None] = {row["server"]: None for row in rows}
+    for row in sorted(filter(is_within, rows), key=lambda row: row["tokens_per_second"]):
+        best[row["server"]] = row
     return best
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
     """The nearest-rank percentile of the finite values, `None` without any."""
-    ordered = sorted(value for value in values if math.isfinite(value))
-    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else None
+    ordered = sorted(filter(math.isfinite, values))
+    rank = max(math.ceil(share * len(ordered)), 1)
+    return ordered[rank - 1] if ordered else None
 
 
 def _under_load(
-    ask: Callable[[int], Reply | str], server: Server, warm_up: Sequence[int], measured: Sequence[int], level: int
+    server: Server,
+    ask: Callable[[Sequence[Message]], Reply | str],
+    warm_up: Sequence[Sequence[Message]],
+    measured: Sequence[Sequence[Message]],
 ) -> tuple[Row, list[Reply | str]]:
-    """One level of one server."""
-    with ThreadPoolExecutor(level) as pool:
+    """The row of one level of one server, and the replies to its measured prompts."""
+    with ThreadPoolExecutor(len(warm_up)) as pool:
         for reply in pool.map(ask, warm_up):
             if isinstance(reply, str):
                 raise ValueError(reply)
@@ -152,35 +198,40 @@ def _under_load(
         drafts = drafting(before, server.counters())
     good = [reply for reply in replies if isinstance(reply, Reply)]
     if not good:
-        raise ValueError(next(reply for reply in replies if isinstance(reply, str)))
-    tokens = sum(reply.num_tokens for reply in good)
-    first = [1e3 * reply.seconds_to_first_token for reply in good]
-    each = [1e3 * reply.seconds_per_output_token for reply in good]
+        raise ValueError(replies[0])
+    num_tokens = sum(reply.num_tokens for reply in good)
     row: Row = {
-        "concurrency": level,
         "requests": len(replies),
         "failed": len(replies) - len(good),
-        "tokens": tokens,
+        "tokens": num_tokens,
         "seconds": rounded(seconds),
-        "tokens_per_second": rounded(tokens / seconds),
-        "ms_to_first_token_p50": rounded(percentile(first, 0.5)),
-        "ms_to_first_token_p99": rounded(percentile(first, 0.99)),
-        "ms_per_output_token_p50": rounded(percentile(each, 0.5)),
-        "ms_per_output_token_p99": rounded(percentile(each, 0.99)),
-        "tau": rounded(drafts.tau) if drafts else None,
-        "accepted_per_position": [rounded(share) for share in drafts.per_position] if drafts else None,
-        "tau_source": drafts.source if drafts else None,
+        "tokens_per_second": rounded(num_tokens / seconds),
     }
+    waits = {
+        "ms_to_first_token": [1e3 * reply.seconds_to_first_token for reply in good],
+        "ms_per_output_token": [1e3 * reply.seconds_per_output_token for reply in good],
+    }
+    for name, values in waits.items():
+        row[f"{name}_p50"] = rounded(percentile(values, 0.5))
+        row[f"{name}_p99"] = rounded(percentile(values, 0.99))
+    row |= dict.fromkeys(("tau", "accepted_per_position", "tau_source"))
+    if drafts is not None:
+        row["tau"] = rounded(drafts.tau)
+        row["accepted_per_position"] = list(map(rounded, drafts.per_position))
+        row["tau_source"] = drafts.source
     return row, replies
 
 
-def _compare(rows: Sequence[Row], texts: dict[str, list[str | None]], load: Load) -> None:
+def _compare(rows: dict[str, Row], texts: dict[str, list[str | None]], load: Load) -> None:
     """Adds to the rows of one level the speed-up over the baseline and the number of equal greedy texts."""
-    base = next((row for row in rows if row["server"] == "baseline"), None)
-    if base is None or len(rows) < 2:
+    if len(rows) < 2 or "baseline" not in rows:
         return
-    for row in rows:
-        row["speedup"] = rounded(row["tokens_per_second"] / base["tokens_per_second"])
-        if load.temperature == 0:
-            pairs = zip(texts[row["server"]], texts["baseline"], strict=True)
-            row["identical"] = sum(text == plain and text is not None for text, plain in pairs)
+    plain_texts = texts["baseline"]
+    plain_speed = rows["baseline"]["tokens_per_second"]
+    for name, row in rows.items():
+        row["speedup"] = rounded(row["tokens_per_second"] / plain_speed)
+        if load.temperature > 0:
+            continue
+        row["identical"] = 0
+        for text, plain in zip(texts[name], plain_texts, strict=True):
+            row["identical"] += text is not None and text == plain

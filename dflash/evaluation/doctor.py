@@ -1,4 +1,4 @@
-"""Why a pair accepts little: measured as it is, and with one change at a time of what usually is wrong.
+"""Finds out why a pair accepts little: measures it as it is, and with one change at a time of what is usually wrong.
 
 A change is tried on a copy of the drafter's modules that shares its weights, so the loaded models stay as they are.
 """
@@ -6,21 +6,24 @@ A change is tried on a copy of the drafter's modules that shares its weights, so
 from __future__ import annotations
 
 import copy
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.checkpoints import Card
+from dflash.common.cards import stated_taus
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.messages import first_line
 from dflash.common.provenance import environment, record
+from dflash.dialects import rope_theta
 from dflash.model.generation_dflash import generate_blocks
 
 from .measurements import rounded
@@ -34,8 +37,10 @@ LEAST_GAIN = 1.05
 SHARE_OF_PROMPTS = 2 / 3
 OF_PROMPTS = ("thinking", "template")  # kinds of changes after which the target writes another text
 MOST_MASKS = 6  # other mask tokens that are tried, at most
+NO_CARD = Card(Path(), {}, "", {})
+TRAIN_ON = "or train on with `dflash train --init`"
 
-# One question of each kind that drafters are measured on, for where no prompts are given.
+# The default prompts: a question of each kind that drafters are usually measured on.
 DOCTORS_PROMPTS = (
     "A baker sells 24 rolls in the morning and twice as many in the afternoon, at $3 each. How much money is that?",
     "Write a Python function that returns the longest palindrome inside a string, and explain how it works.",
@@ -67,7 +72,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one change gives."""
+    """A change of the setup, and what was accepted with it."""
 
     kind: str  # what the change is about; one change of a kind is advised
     change: str  # empty for the pair as it is
@@ -83,39 +88,50 @@ class Trial:
 
     @property
     def worth(self) -> float:
-        """tau, and 1, as without a drafter, where there was no step."""
+        """tau; 1 where no step was measured, which is plain decoding's value."""
         return self.tau if self.steps else 1.0
 
-    @property
-    def by_position(self) -> list[float]:
-        """How often the proposal at position 1, 2, … was accepted, of the steps that had one there."""
-        rates = []
-        for position in range(1, max((step.num_proposals for step in self.steps), default=0) + 1):
-            accepted = [step.num_accepted >= position for step in self.steps if step.num_proposals >= position]
-            rates.append(sum(accepted) / len(accepted))
-        return rates
+    def accepted_at(self) -> list[float | None]:
+        """For position 1, 2, …: the share of proposals there that were accepted."""
+        proposed: Counter[int] = Counter()
+        accepted: Counter[int] = Counter()
+        for step in self.steps:
+            proposed.update(range(step.num_proposals))
+            accepted.update(range(step.num_accepted))
+        return [rounded(accepted[place] / proposed[place]) for place in sorted(proposed)]
 
     def part(self, chosen: Callable[[Step], bool]) -> Trial:
-        """The same over the chosen steps."""
+        """The trial with the chosen steps alone."""
         return replace(self, steps=tuple(filter(chosen, self.steps)))
 
+    def of_prompt(self, prompt: int) -> Trial:
+        """The trial with the steps of one prompt."""
+        return self.part(lambda step: step.prompt == prompt)
+
     def helps(self, before: Trial) -> bool:
-        """Whether more is accepted than `before`, by more than chance and rounding give."""
-
-        def taus(one: Trial) -> list[float]:
-            accepted = [[s.num_accepted for s in one.steps if s.prompt == prompt] for prompt in prompts]
-            return [1 + sum(counts) / max(1, len(counts)) for counts in accepted]
-
-        prompts = sorted({step.prompt for step in (*before.steps, *self.steps)})
-        rises = sum(old < new for old, new in zip(taus(before), taus(self), strict=True))
-        return self.worth >= LEAST_GAIN * before.worth and rises >= SHARE_OF_PROMPTS * len(prompts)
+        """Whether more is accepted than in `before`, by more than chance and rounding explain."""
+        if self.worth < LEAST_GAIN * before.worth:
+            return False
+        steps = before.steps + self.steps
+        prompts = {step.prompt for step in steps}
+        num_better = 0
+        for prompt in prompts:
+            old = before.of_prompt(prompt)
+            num_better += self.of_prompt(prompt).worth > old.worth
+        return num_better >= SHARE_OF_PROMPTS * len(prompts)
 
     def row(self, after: Sequence[str] = ()) -> dict[str, Any]:
-        """The figures, as a result holds them; `after` are changes that stay made."""
-        rates = [rounded(rate) for rate in self.by_position]
-        error = self.error or ("" if self.steps else "the texts end before a draft")
-        row = {"change": self.change, "after": list(after), "tau": rounded(self.tau), "steps": len(self.steps)}
-        return row | {"accepted_at": rates} | ({"error": error} if error else {})
+        """The row of a result; `after` names the changes that were kept before this one."""
+        row = {
+            "change": self.change,
+            "after": list(after),
+            "tau": rounded(self.tau),
+            "steps": len(self.steps),
+            "accepted_at": self.accepted_at(),
+        }
+        if not self.steps:
+            row["error"] = self.error or "the texts end before a draft"
+        return row
 
 
 def run_doctor(
@@ -151,25 +167,30 @@ def run_doctor(
         ValueError: if the pair cannot decode the prompts, and no change helps.
     """
     names = decoding or {}
+    card = card or NO_CARD
     measure = partial(_measured, target, tokenizer, dialogues, max_new_tokens)
-    first = best = measure({}, Trial("", "", "", setup))
-    rows, made = [first.row()], list[Trial]()
-    advice: list[dict[str, Any]] = []
+    first = measure({}, Trial("", "", "", setup))
+    rows = [first.row()]
+    kept = [first]  # the changes that are kept, each on top of those before it
     while True:
-        kinds, after = [one.kind for one in made], [one.change for one in made]
-        todo = [one for one in changes(best.setup, target, tokenizer, dialogues) if one.kind not in kinds]
-        most = Counter(step.prompt for step in best.steps)
-        tried = [measure({} if one.kind in OF_PROMPTS else most, one) for one in progress(todo)]
-        rows += [one.row(after) for one in tried]
-        helping = [one for one in tried if one.helps(best)]
+        best = kept[-1]
+        kinds = [trial.kind for trial in kept]
+        todo = [trial for trial in changes(best.setup, target, tokenizer, dialogues) if trial.kind not in kinds]
+        after = [trial.change for trial in kept[1:]]
+        num_steps = Counter(step.prompt for step in best.steps)
+        tried = [measure({} if trial.kind in OF_PROMPTS else num_steps, trial) for trial in progress(todo)]
+        rows += [trial.row(after) for trial in tried]
+        helping = [trial for trial in tried if trial.helps(best)]
         if not helping:
             break
-        before, best = best, max(helping, key=lambda one: one.worth)
-        made.append(best)
-        gain = {"tau_before": rounded(before.worth), "tau": rounded(best.tau)}
-        advice.append({"change": best.change, "reason": best.reason, **gain})
-    if first.error and not advice:
+        kept.append(max(helping, key=lambda trial: trial.worth))
+    if first.error and best is first:
         raise ValueError(first.error)
+    advice = []
+    for before, trial in pairwise(kept):
+        gain = {"tau_before": rounded(before.worth), "tau": rounded(trial.tau)}
+        advice.append({"change": trial.change, "reason": trial.reason, **gain})
+    taus = stated_taus(card.fields, card.text, card.facts)
     return record(
         "doctor",
         environment(target, setup.drafter),
@@ -182,10 +203,14 @@ def run_doctor(
             "enable_thinking": setup.thinking,
             **names,
         },
-        published=[{"measured_on": where, "tau": figure} for where, figure in stated_acceptance(card)],
+        published=[{"measured_on": where, "tau": figure} for where, figure in taus],
         summary=rows,
         advice=advice,
-        observations=list(observations(target, first, tokenizer, card, names.get("target"))),
+        observations=[
+            *_of_target(target, card),
+            *_of_names(tokenizer, card, names.get("target")),
+            *_of_lengths(first, card),
+        ],
     )
 
 
@@ -204,13 +229,14 @@ def _measured(
     try:
         for number, dialogue in enumerate(dialogues):
             input_ids = encode(dialogue)
-            length, taken = input_ids.shape[1], 0
+            length = input_ids.shape[1]
+            num_steps = 0
             for block in generate_blocks(trial.setup.drafter, target, input_ids, **options):
                 if block.num_proposals:
                     steps.append(Step(number, length, block.num_proposals, block.num_accepted))
-                    taken += 1
+                    num_steps += 1
                 length += len(block.token_ids)
-                if taken and taken == most.get(number):  # what helps takes fewer steps for as many tokens
+                if num_steps and num_steps == most.get(number):  # what helps takes fewer steps for as many tokens
                     break
     except (ValueError, RuntimeError) as error:
         return replace(trial, error=first_line(error))
@@ -220,144 +246,169 @@ def _measured(
 def changes(setup: Setup, target: PreTrainedModel, tokenizer: Any, dialogues: Sequence[Any]) -> Iterator[Trial]:
     """One change of `setup` for each thing that usually is wrong, without those that change nothing here."""
 
-    def prompts(one: Setup) -> list[list[int]]:
-        encode = chat_encoder(tokenizer, one.thinking, one.chat_template)
+    def prompts(setup: Setup) -> list[list[int]]:
+        encode = chat_encoder(tokenizer, setup.thinking, setup.chat_template)
         return [encode(dialogue)[0].tolist() for dialogue in dialogues]
 
-    thinking, template = not setup.thinking, not setup.chat_template
-    others: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-        ("thinking", f"thinking {'on' if thinking else 'off'}", f"enable_thinking={thinking}", {"thinking": thinking}),
-        ("template", f"prompts with{'' if template else 'out'} the chat template", "", {"chat_template": template}),
+    own_prompts = prompts(setup)
+    other = replace(setup, thinking=not setup.thinking)
+    if prompts(other) != own_prompts:
+        switch = "on" if other.thinking else "off"
+        reason = f"enable_thinking={other.thinking}: its text changes too"
+        yield Trial("thinking", f"thinking {switch}", reason, other)
+    other = replace(setup, chat_template=not setup.chat_template)
+    if prompts(other) != own_prompts:
+        word = "with" if other.chat_template else "without"
+        reason = "the target is asked otherwise: its text changes too"
+        yield Trial("template", f"prompts {word} the chat template", reason, other)
+    config: Any = setup.drafter.config
+    sizes = target.config.get_text_config(decoder=True)
+    variants = chain(
+        _other_taps(config, sizes.num_hidden_layers),
+        _other_masks(config, sizes.vocab_size, tokenizer),
+        _other_anchor(config),
+        _other_rope(config, sizes),
     )
-    for kind, change, reason, other in others:
-        if prompts(changed := replace(setup, **other)) != prompts(setup):
-            yield Trial(kind, change, f"{reason or 'the target is asked otherwise'}: its text changes too", changed)
-    for kind, change, reason, drafter in _drafters(setup.drafter, target, tokenizer):
-        yield Trial(kind, change, reason, replace(setup, drafter=drafter))
+    for kind, change, reason, fields in variants:
+        changed = _copy(setup.drafter, fields)
+        yield Trial(kind, change, reason, replace(setup, drafter=changed))
+    yield from _other_dtypes(setup, target.dtype)
 
 
-def _drafters(drafter: Any, target: Any, tokenizer: Any) -> Iterator[tuple[str, str, str, Any]]:
-    """Copies of the drafter with another config or dtype: kind, change and reason of a [`Trial`], and the copy."""
-    config, its = drafter.config, target.config.get_text_config(decoder=True)
-    says = "config.json says"
+# What a change is about, the change, what it differs from, and the other fields of the drafter's config.
+Variant = tuple[str, str, str, dict[str, Any]]
+
+
+def _other_taps(config: Any, num_layers: int) -> Iterator[Variant]:
     for shift in (-1, 1):
-        ids = [tap + shift for tap in config.target_layer_ids]
-        if ids[0] >= 0 and ids[-1] < its.num_hidden_layers - 1:
-            reason = f"{says} {config.target_layer_ids}"
-            yield "taps", f"target_layer_ids {ids}", reason, _copy(drafter, target_layer_ids=ids)
-    for mask, name in _masks(config.mask_token_id, its.vocab_size, tokenizer):
-        reason = f"{name}; {says} {config.mask_token_id}"
-        yield "mask", f"mask_token_id {mask}", reason, _copy(drafter, mask_token_id=mask)
-    own = config.sample_from_anchor
-    reason = f"{says} {str(own).lower()}"
-    yield "anchor", f"sample_from_anchor {str(not own).lower()}", reason, _copy(drafter, sample_from_anchor=not own)
-    theta, others = _rope_theta(config), _rope_theta(its)
-    if None not in (theta, others) and theta != others:
-        turned = _copy(drafter, rope_theta=others)
-        if getattr(config, "rope_parameters", None):  # transformers 5 reads it there
-            turned.config.rope_parameters = {**config.rope_parameters, "rope_theta": others}
-        turned.rotary_emb = type(turned.rotary_emb)(turned.config).to(drafter.device)
-        yield "rope", f"rope_theta {others:g}", f"that of the target; {says} {theta:g}", turned
-    for dtype in dict.fromkeys((torch.float32, target.dtype)):
-        if dtype != drafter.dtype and dtype.is_floating_point and not getattr(config, "quantization_config", None):
-            was, name = (str(one).removeprefix("torch.") for one in (drafter.dtype, dtype))
-            with suppress(torch.OutOfMemoryError):  # the others can be tried
-                made = copy.deepcopy(drafter).to(dtype)
-                yield "dtype", f"drafter in {name}", f"it was loaded in {was}", made
+        ids = [layer_id + shift for layer_id in config.target_layer_ids]
+        if ids[0] >= 0 and ids[-1] < num_layers - 1:
+            change = f"target_layer_ids {ids}"
+            reason = f"config.json says {config.target_layer_ids}"
+            yield "taps", change, reason, {"target_layer_ids": ids}
 
 
-def _copy(drafter: Any, **fields: Any) -> Any:
-    """Modules and a config of their own, with other fields; the tensors are the drafter's."""
-    shared = {id(tensor): tensor for tensor in (*drafter.parameters(), *drafter.buffers())}
-    made = copy.deepcopy(drafter, shared)
-    for name, value in fields.items():
-        setattr(made.config, name, value)
-    return made
-
-
-def _rope_theta(config: Any) -> float | None:
-    return (getattr(config, "rope_parameters", None) or {}).get("rope_theta", getattr(config, "rope_theta", None))
-
-
-def _masks(mask_token_id: int, vocab_size: int, tokenizer: Any) -> list[tuple[int, str]]:
-    """Other ids that may have filled the blocks of the training run, the likeliest first, and what they are."""
-    known = tokenizer.get_vocab()
-    named = {index: token for token, index in known.items() if "mask" in token.lower() and not token.isalnum()}
-    found: dict[int | None, str] = dict(sorted(named.items()))
+def _other_masks(config: Any, vocab_size: int, tokenizer: Any) -> Iterator[Variant]:
+    """Other ids that may have filled the blocks of the training run, the likeliest first."""
+    tokens = tokenizer.get_vocab()
+    names: dict[int | None, str] = {}
+    for token, token_id in sorted(tokens.items(), key=lambda entry: entry[1]):
+        if "mask" in token.lower() and not token.isalnum():
+            names[token_id] = token
     for token_id, name in (
         (tokenizer.mask_token_id, "the tokenizer's mask token"),
-        (max(known.values()) + 1, "the first row of the embedding that no token has"),
+        (max(tokens.values()) + 1, "the first row of the embedding that no token has"),
         (tokenizer.pad_token_id, "the pad token"),
         (tokenizer.unk_token_id, "the unknown token"),
         (vocab_size - 1, "the last row of the embedding"),
         (0, "the first row of the embedding"),
     ):
-        found.setdefault(token_id, name)
-    wrong = (None, mask_token_id)
-    return [(one, name) for one, name in found.items() if one not in wrong and one < vocab_size][:MOST_MASKS]
+        names.setdefault(token_id, name)
+    own = config.mask_token_id
+    possible = [token_id for token_id in names if token_id not in (None, own) and token_id < vocab_size]
+    for token_id in possible[:MOST_MASKS]:
+        reason = f"{names[token_id]}; config.json says {own}"
+        yield "mask", f"mask_token_id {token_id}", reason, {"mask_token_id": token_id}
 
 
-IS_TAU = re.compile(r"\btau\b|τ|accept\w*[ _-]len", re.IGNORECASE)
-IN_TEXT = re.compile(r"(?:\btau\b|τ|accept\w*[ _-]length)\D{0,20}?(\d+\.\d+)", re.IGNORECASE)
+def _other_anchor(config: Any) -> Iterator[Variant]:
+    own = config.sample_from_anchor
+    change = f"sample_from_anchor {str(not own).lower()}"
+    yield "anchor", change, f"config.json says {str(own).lower()}", {"sample_from_anchor": not own}
 
 
-def stated_acceptance(card: Card | None) -> list[tuple[str, float]]:
-    """Acceptance lengths that a drafter's `training.json` and card state, and what each was measured on."""
-    if card is None:
-        return []
-    best = [point for point in card.facts.get("curve", ()) if point["step"] == card.facts.get("best_step")]
-    found = [("held-out prompts of its training", float(point["tau"])) for point in best if "tau" in point]
-    for result in (result for model in card.fields.get("model-index") or () for result in model.get("results") or ()):
-        stated = [one for one in result.get("metrics") or () if IS_TAU.search(f"{one.get('type')} {one.get('name')}")]
-        found += [(str((result.get("dataset") or {}).get("name")), float(one["value"])) for one in stated]
-    headings: list[str] = []
-    for line in card.text.splitlines():
-        cells = [cell.strip(" *`") for cell in line.strip().strip("|").split("|")]
-        if not line.lstrip().startswith("|"):
-            headings = []
-            found += [("said in the text", float(figure)) for figure in IN_TEXT.findall(line)]
-        elif not headings:
-            headings = cells
-        elif headings[0].lower() != "step":  # the curve of a training run
-            for heading, cell in zip(headings, cells, strict=False):
-                if IS_TAU.search(heading) and (figure := re.match(r"\d+(\.\d+)?", cell)):
-                    where = cells[0] if heading.lower() in ("tau", "τ") else f"{cells[0]}, {heading}"
-                    found.append((where, float(figure[0])))
-    return list(dict.fromkeys(found))
+def _other_rope(config: Any, target_config: Any) -> Iterator[Variant]:
+    own = rope_theta(config.to_dict())
+    theta = rope_theta(target_config.to_dict())
+    if own is None or theta is None or own == theta:
+        return
+    fields: dict[str, Any] = {"rope_theta": theta}
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters:  # transformers 5 reads it there
+        fields["rope_parameters"] = {**parameters, "rope_theta": theta}
+    reason = f"that of the target; config.json says {own:g}"
+    yield "rope", f"rope_theta {theta:g}", reason, fields
 
 
-def observations(
-    target: PreTrainedModel, first: Trial, tokenizer: Any, card: Card | None, name: str | None
-) -> Iterator[str]:
-    """What lowers acceptance and cannot be tried with the models at hand; `name` is the target's."""
-    facts, fields = (card.facts, card.fields) if card else ({}, {})
-    train_on = "or train on with `dflash train --init`"
+def _other_dtypes(setup: Setup, target_dtype: torch.dtype) -> Iterator[Trial]:
+    drafter: Any = setup.drafter
+    if getattr(drafter.config, "quantization_config", None):
+        return
+    for dtype in dict.fromkeys((torch.float32, target_dtype)):
+        if dtype != drafter.dtype:
+            with suppress(torch.OutOfMemoryError):  # other changes can be tried
+                changed = copy.deepcopy(drafter).to(dtype)
+                reason = f"it was loaded in {_name(drafter.dtype)}"
+                yield Trial("dtype", f"drafter in {_name(dtype)}", reason, replace(setup, drafter=changed))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _copy(drafter: Any, fields: Mapping[str, Any]) -> Any:
+    """Modules and a config of their own, with other fields; the tensors are the drafter's."""
+    tensors = [*drafter.parameters(), *drafter.buffers()]
+    shared = {id(tensor): tensor for tensor in tensors}
+    changed = copy.deepcopy(drafter, shared)
+    for name, value in fields.items():
+        setattr(changed.config, name, value)
+    if "rope_theta" in fields:
+        changed.rotary_emb = type(changed.rotary_emb)(changed.config).to(drafter.device)
+    return changed
+
+
+def _of_target(target: PreTrainedModel, card: Card) -> Iterator[str]:
+    """Says if the target is quantised, or is not the one of the training."""
     quantised: Any = getattr(target.config, "quantization_config", None)
     if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        method = quantised["quant_method"] if isinstance(quantised, dict) else quantised.quant_method
+        name = getattr(method, "value", method)
         yield (
-            f"The target is quantised ({getattr(method, 'value', method)}), and its hidden states differ from those that "
-            f"the drafter learned to read: compare with the whole target, {train_on}."
+            f"The target is quantised ({name}), and its hidden states differ from those that the drafter learned to read: "
+            f"compare with the whole target, {TRAIN_ON}."
         )
-    known: dict[str, Any] = facts.get("target") or {}
-    revision, its = known.get("revision"), getattr(target.config, "_commit_hash", None)
+    trained_for = card.facts.get("target") or {}
+    revision = trained_for.get("revision")
+    own_revision = getattr(target.config, "_commit_hash", None)
     is_whole = not quantised and not any(parameter.is_meta for parameter in target.parameters())
-    if is_whole and known.get("fingerprint") not in (None, model_fingerprint(target)):
-        which = f"revision {revision}" if revision and revision != its else "those of its training"
-        yield f"The target's weights are not those that the drafter was trained for: load {which}, {train_on}."
-    elif revision and its and revision != its:
-        yield f"The drafter was trained for revision {revision} of the target, and this is {its}."
-    base = fields.get("base_model")
-    bases = [str(one) for one in (base if isinstance(base, list) else [base]) if one]
-    if bases and name and name.split("/")[-1].lower() not in [one.split("/")[-1].lower() for one in bases]:
-        yield f"The card names {', '.join(bases)} as the target, and this is {name}: load that one, {train_on}."
+    fingerprint = trained_for.get("fingerprint")
+    if is_whole and fingerprint and fingerprint != model_fingerprint(target):
+        weights = f"revision {revision}" if revision and revision != own_revision else "those of its training"
+        yield f"The target's weights are not those that the drafter was trained for: load {weights}, {TRAIN_ON}."
+    elif revision and own_revision and revision != own_revision:
+        yield f"The drafter was trained for revision {revision} of the target, and this is {own_revision}."
+
+
+def _of_names(tokenizer: Any, card: Card, name: str | None) -> Iterator[str]:
+    """Says if the card names another target than `name`, and if there is no chat template."""
+    bases = card.fields.get("base_model") or []
+    if isinstance(bases, str):
+        bases = [bases]
+    known = list(map(_last_part, bases))
+    if known and name and _last_part(name) not in known:
+        yield f"The card names {', '.join(bases)} as the target, and this is {name}: load that one, {TRAIN_ON}."
     if not tokenizer.chat_template:
         yield "The tokenizer has no chat template, in which most drafters are trained: load the target's own."
-    limit = (facts.get("settings") or {}).get("max_length") or first.setup.drafter.config.max_position_embeddings
-    beyond, within = first.part(lambda step: step.position >= limit), first.part(lambda step: step.position < limit)
-    if beyond.steps and (not within.steps or within.tau >= LEAST_GAIN * beyond.tau):
-        before = f"{within.tau:.2f} before and " if within.steps else ""
-        yield (
-            f"The drafter was trained on up to {limit:,} tokens: tau is {before}{beyond.tau:.2f} beyond. Give shorter "
-            f"texts, {train_on} and --max-length."
-        )
+
+
+def _last_part(name: str) -> str:
+    return name.split("/")[-1].lower()
+
+
+def _of_lengths(first: Trial, card: Card) -> Iterator[str]:
+    """Says if less is accepted beyond the length of the training's texts."""
+    settings = card.facts.get("settings") or {}
+    config: Any = first.setup.drafter.config
+    limit = settings.get("max_length") or config.max_position_embeddings
+    within = first.part(lambda step: step.position < limit)
+    beyond = first.part(lambda step: step.position >= limit)
+    if not beyond.steps or within.tau < LEAST_GAIN * beyond.tau:
+        return
+    before = ""
+    if within.steps:
+        before = f"{within.tau:.2f} before and "
+    yield (
+        f"The drafter was trained on up to {limit:,} tokens: tau is {before}{beyond.tau:.2f} beyond. Give shorter texts, "
+        f"{TRAIN_ON} and --max-length."
+    )

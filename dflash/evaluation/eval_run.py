@@ -1,15 +1,15 @@
-"""`dflash eval` from names of tasks to a result: load, share out, answer, keep, gather, summarise."""
+"""The steps of `dflash eval`: load questions, share them among processes, answer them, keep the answers, and summarise."""
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dflash.common.files import check_output, check_writable, only_writer
-from dflash.common.processes import Processes
+from dflash.common.fingerprints import fingerprint
 from dflash.common.provenance import public_name, record, write_result
+from dflash.common.runs import Run
 
 from .backends import Backend
 from .journal import Journal, key
@@ -41,21 +41,18 @@ DEPENDS_ON = (
     "target_parameters", "drafter_parameters", "block_size",
 )  # fmt: skip
 
-# Called with a process's share at its start (questions to answer here, questions done before) and at each answer.
-Begun = Callable[[int, int], None]
-Done = Callable[[list[TaskAnswer]], None]
-
 
 def questions_of(plan: EvalPlan) -> list[Question]:
     """All questions of a plan, task by task; raises as [`load_questions`] does, before any model is needed."""
-    scorers = {known_task(name).scorer for name in plan.tasks}
+    scorers = [known_task(name).scorer for name in plan.tasks]
     if plan.score:
-        check_scorers((scorer for scorer in scorers if scorer is not None), plan.unsafe_code)
-    return [
-        question if plan.score else replace(question, reference=None)
-        for name in plan.tasks
-        for question in load_questions(name, plan.num_prompts, plan.seed, plan.data_root)
-    ]
+        check_scorers(filter(None, scorers), plan.unsafe_code)
+    questions = []
+    for name in plan.tasks:
+        questions += load_questions(name, plan.num_prompts, plan.seed, plan.data_root)
+    if not plan.score:
+        questions = [replace(question, reference=None) for question in questions]
+    return questions
 
 
 def check_eval_output(output: Path, overwrite: bool = False) -> None:
@@ -77,96 +74,139 @@ def run_eval(
     backend: Backend,
     tokenizer: Any,
     output: Path | None = None,
-    processes: Processes | None = None,
-    on_begin: Begun = lambda share, done: None,
-    on_question: Done = lambda answers: None,
     overwrite: bool = False,
-    is_locked: bool = False,
+    run: Run | None = None,
 ) -> dict[str, Any]:
     """Answers the questions and returns the result, the same in every process; the first one writes it to `output`.
 
     A journal (`.jsonl`) beside `output` keeps finished questions and their texts; they are not measured again.
     `questions` are those of [`questions_of`], of [`questions_of_prompts`] or both; `backend` is a [`pair_backend`] or a
-    [`server_backend`]. `processes` are by default those of the launcher's variables. `overwrite` begins anew where
-    `output` or its journal exists. `is_locked` says that the caller has checked `output` ([`check_eval_output`]) and holds
-    its lock (`only_writer`), as who loads a model first should. ValueError if the journal was begun with other settings,
-    or another process writes `output`.
+    [`server_backend`]. `overwrite` begins anew where `output` or its journal exists. `run` is told at its start the number
+    of questions to answer here and of those that were answered before, and then each question's answers. ValueError if the
+    journal was begun with other settings, or another process writes `output`.
     """
-    processes = processes or Processes()
+    run = run or Run()
+    processes = run.processes
     with ExitStack() as lock:
-        if output is not None and processes.is_first and not is_locked:
+        if output is not None and processes.is_first and not run.is_locked:
             check_eval_output(output, overwrite)
             lock.enter_context(only_writer(output))
-        decoding = {
-            "target": public_name(plan.target),
-            "drafter": public_name(plan.drafter),
-            "temperature": 0.0,
-            "batch_size": 1,
-            "max_new_tokens": backend.max_new_tokens,
-            "repeats": plan.repeats,
-            "methods": list(backend.begin()),
-            "enable_thinking": plan.thinking,
-            "chat_template": tokenizer.chat_template if plan.chat_template else None,
-            "peak_memory": "not measured" if backend.memory is None else backend.memory.kind,
-            **backend.decoding,
-        }
-        journal: Journal | None = None
+        decoding = _decoding(plan, backend, tokenizer)
+        journal = None
         done: dict[str, list[TaskAnswer]] = {}
         if output is not None:
-            template = decoding["chat_template"]
-            digest = None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
-            setup = {name: backend.environment.get(name) for name in DEPENDS_ON}
-            settings = setup | decoding | {"chat_template": digest}
-            journal = Journal(output.with_suffix(".jsonl"), settings, processes.rank)
-            journal.path.parent.mkdir(parents=True, exist_ok=True)
+            journal = _journal(output, backend, decoding, processes.rank)
             if overwrite:
-                for part in journal.parts() if processes.is_first else ():
-                    part.unlink()
+                if processes.is_first:
+                    journal.delete()
                 processes.gather([None])  # no process reads before the old answers are deleted
             done = dict(processes.gather(list(journal.read().items())))
             journal.mend()
         left = [question for question in questions if key(question) not in done]
         share = processes.share(left)
-        on_begin(len(share), len(questions) - len(left))
-        encode = chat_encoder(tokenizer, plan.thinking, plan.chat_template)
-        limits = backend.memory, plan.repeats, backend.max_prompt_tokens
-        answered = answer_questions(share, backend.begin, encode, tokenizer, *limits, unsafe_code=plan.unsafe_code)
-        made = []
+        run.on_begin(len(share), len(questions) - len(left))
+        answered = answer_questions(
+            share,
+            backend.begin,
+            chat_encoder(tokenizer, plan.thinking, plan.chat_template),
+            tokenizer,
+            backend.memory,
+            plan.repeats,
+            backend.max_prompt_tokens,
+            plan.unsafe_code,
+        )
+        own = []
         for question, answers in zip(share, answered, strict=True):
             if journal is not None:
                 journal.add(question, answers)
-            made.append((key(question), answers))
-            on_question(answers)
-        done |= dict(processes.gather(made))
-        answers = numbered(answer for question in questions for answer in done[key(question)])
-        if not answers:
-            room = f"the target's positions leave room for {backend.max_prompt_tokens} tokens"
-            raise ValueError(f"No prompt fits: with --max-new-tokens {backend.max_new_tokens} {room}, lower it.")
-        result = record(
-            "eval",
-            {**backend.environment, "processes": processes.count},
-            decoding={**decoding, "prompts_per_task": plan.num_prompts, "seed": plan.seed},
-            tasks=[_described(name, questions, answers) for name in dict.fromkeys(one.task for one in questions)],
-            summary=summarise_answers(answers),
-            categories=by_category(answers),
-            # All of an answer but its text, which the journal keeps.
-            measurements=[{name: said for name, said in asdict(one).items() if name != "text"} for one in answers],
-        )
+            own.append((key(question), answers))
+            run.on_done(answers)
+        done |= dict(processes.gather(own))
+        result = _result(plan, questions, backend, decoding, done, processes.count)
         if output is not None and journal is not None and processes.is_first:
             journal.join_parts()
             write_result(output, result)
         return result
 
 
+def _decoding(plan: EvalPlan, backend: Backend, tokenizer: Any) -> dict[str, Any]:
+    """How the questions are answered, for the record."""
+    return {
+        "target": public_name(plan.target),
+        "drafter": public_name(plan.drafter),
+        "temperature": 0.0,
+        "batch_size": 1,
+        "max_new_tokens": backend.max_new_tokens,
+        "repeats": plan.repeats,
+        "methods": list(backend.begin()),
+        "enable_thinking": plan.thinking,
+        "chat_template": tokenizer.chat_template if plan.chat_template else None,
+        "peak_memory": "not measured" if backend.memory is None else backend.memory.kind,
+        **backend.decoding,
+    }
+
+
+def _journal(output: Path, backend: Backend, decoding: dict[str, Any], rank: int) -> Journal:
+    """This process's journal beside `output`. The answers in it depend on the machine and on `decoding`."""
+    settings = {name: backend.environment.get(name) for name in DEPENDS_ON}
+    settings |= decoding
+    if settings["chat_template"] is not None:
+        settings["chat_template"] = fingerprint(settings["chat_template"])
+    path = output.with_suffix(".jsonl")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return Journal(path, settings, rank)
+
+
+def _result(
+    plan: EvalPlan,
+    questions: Sequence[Question],
+    backend: Backend,
+    decoding: dict[str, Any],
+    done: dict[str, list[TaskAnswer]],
+    num_processes: int,
+) -> dict[str, Any]:
+    """The result of all answers, by the keys of their questions."""
+    answers = numbered(answer for question in questions for answer in done[key(question)])
+    if not answers:
+        raise ValueError(
+            f"No prompt fits: with --max-new-tokens {backend.max_new_tokens} the target's positions leave room for "
+            f"{backend.max_prompt_tokens} tokens, lower it."
+        )
+    measurements = [asdict(answer) for answer in answers]
+    for measurement in measurements:
+        del measurement["text"]  # which the journal keeps
+    return record(
+        "eval",
+        {**backend.environment, "processes": num_processes},
+        decoding={**decoding, "prompts_per_task": plan.num_prompts, "seed": plan.seed},
+        tasks=[
+            _described(name, questions, answers) for name in dict.fromkeys(question.task for question in questions)
+        ],
+        summary=summarise_answers(answers),
+        categories=by_category(answers),
+        measurements=measurements,
+    )
+
+
 def _described(name: str, questions: Sequence[Question], answers: Sequence[TaskAnswer]) -> dict[str, Any]:
-    mine, facts = [question for question in questions if question.task == name], {}
-    if (task := TASKS.get(name)) is not None:  # else prompts of one's own
-        facts = {"data_set": task.address, "config": task.config, "split": task.split, "source": task.source}
+    """A task, or a file of prompts, with the numbers of its questions."""
+    own = [question for question in questions if question.task == name]
+    with_reference = [question for question in own if question.reference is not None]
+    answered = {answer.row for answer in answers if answer.task == name}
+    facts: dict[str, Any] = {"scorer": None}
+    if name in TASKS:
+        task = TASKS[name]
+        facts = {
+            "data_set": task.address,
+            "config": task.config,
+            "split": task.split,
+            "source": task.source,
+            "scorer": task.scorer,
+        }
     return {
         "task": name,
         **facts,
-        "scorer": task and task.scorer,
-        "prompts": len(mine),
-        "too_long": len(mine) - len({answer.row for answer in answers if answer.task == name}),
-        "with_answers": sum(question.reference is not None for question in mine),
+        "prompts": len(own),
+        "too_long": len(own) - len(answered),
+        "with_answers": len(with_reference),
     }

@@ -1,11 +1,11 @@
-"""The answers of an evaluation on disk, a line for each finished question: a run that was stopped continues there."""
+"""Keeps the answers of an evaluation on disk, a line for each finished question, so that a stopped run can continue."""
 
-import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dflash.common.fingerprints import fingerprint
 from dflash.common.json_lines import JsonLines, as_line, changes, whole_lines
 
 from .task_answers import TaskAnswer
@@ -13,10 +13,10 @@ from .tasks import Question
 
 
 class Journal(JsonLines):
-    """The file of finished questions, its first line the settings that the answers depend on.
+    """The file of finished questions. Its first line holds the settings that the answers depend on.
 
-    A question is known by its task, row and text, so more prompts, other tasks and another number of processes may
-    follow. Other settings may not.
+    A question is identified by its task, row and text. A later run may therefore have more prompts, other tasks or another
+    number of processes, but no other settings.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], rank: int = 0) -> None:
@@ -25,30 +25,46 @@ class Journal(JsonLines):
 
     def read(self) -> dict[str, list[TaskAnswer]]:
         """Finished questions of all processes by [`key`]; ValueError if a part was begun with other settings."""
-        found: dict[str, list[TaskAnswer]] = {}
+        finished: dict[str, list[TaskAnswer]] = {}
         for part in self.parts():
-            lines = [json.loads(line) for _, line in whole_lines(part)]
-            if lines and (changed := changes(lines[0]["settings"], self._settings)):
-                remedy = "give them again, name another --output, or pass overwrite (--overwrite) to begin anew"
-                raise ValueError(f"{part} was begun with other settings ({changed}): {remedy}.")
-            for record in lines[1:]:
-                found[record["key"]] = [TaskAnswer(**answer) for answer in record["answers"]]
-        return found
+            begun, *records = [json.loads(line) for _, line in whole_lines(part)] or [{"settings": self._settings}]
+            changed = changes(begun["settings"], self._settings)
+            if changed:
+                raise ValueError(
+                    f"{part} was begun with other settings ({changed}): give them again, name another --output, or pass "
+                    "overwrite (--overwrite) to begin anew."
+                )
+            for record in records:
+                answers = [TaskAnswer(**answer) for answer in record["answers"]]
+                finished[record["key"]] = answers
+        return finished
 
     def add(self, question: Question, answers: list[TaskAnswer]) -> None:
         """Writes a finished question; it is on the disk when this returns."""
-        begins = not self._own.exists() or not self._own.stat().st_size
-        record = {"key": key(question), "answers": [asdict(answer) for answer in answers]}
-        self.append([{"settings": self._settings}, record] if begins else [record])
+        is_begun = self._own.exists() and self._own.stat().st_size > 0
+        if not is_begun:
+            self.append([{"settings": self._settings}])
+        finished = {"key": key(question), "answers": list(map(asdict, answers))}
+        self.append([finished])
 
     def join_parts(self) -> None:
-        """Brings the lines of all processes into the one file. For the first process, when all are done."""
-        if self.parts() != [self.path]:
-            own = (line for part in self.parts() for offset, line in whole_lines(part) if offset)
-            self.join([as_line({"settings": self._settings}), *own])
+        """Joins the lines of all processes in one file. Called by the first process when all are done."""
+        parts = self.parts()
+        if parts == [self.path]:
+            return
+        lines = [as_line({"settings": self._settings})]
+        for part in parts:
+            _, *finished = whole_lines(part)
+            lines += [line for _, line in finished]
+        self.join(lines)
+
+    def delete(self) -> None:
+        """Deletes all parts. Called by the first process, before any process reads."""
+        for part in self.parts():
+            part.unlink()
 
 
 def key(question: Question) -> str:
-    """A question's task, row and the hash of its text, by which it is known again."""
-    text = json.dumps([question.turns, question.reference, *question.before], default=str)
-    return f"{question.task}/{question.index}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    """What identifies a question: its task, its row and the hash of its text."""
+    text = [question.turns, question.reference, *question.before]
+    return f"{question.task}/{question.index}/{fingerprint(text)}"

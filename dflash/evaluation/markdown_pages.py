@@ -6,61 +6,87 @@ the name of a checkpoint's folder; the second of one name is NAME-2.
 """
 
 import re
-from collections.abc import Iterable, Sequence
-from itertools import chain, count
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from dflash.common.files import write_text
 
-from .results import RUN, read_result, setup, stated
-from .tables import caveat, markdown, tables_of
+from .results import RUN, Facts, read_result, setup, stated
+from .tables import Table, caveat, markdown, tables_of
 
 
 MARK = re.compile(r"<!-- ([\w.+/-]+):begin -->")
 HEADLINE = "/headline"
 
 
-def fill_pages(results: Sequence[str | Path], pages: Sequence[str | Path], check: bool = False) -> list[Path]:
+def shown_results(results: Sequence[dict[str, Any]], is_headline: bool) -> str:
+    """The tables of results of one kind, and under them what their figures depend on and the command that gives them."""
+    rows = [row for result in results for row in result["summary"]]
+    tables = tables_of({**results[0], "summary": rows}, is_headline)
+    return with_facts(tables, results, [setup(result) for result in results])
+
+
+def fill_pages(
+    results: Sequence[str | Path],
+    pages: Sequence[str | Path],
+    check: bool = False,
+    write: Callable[[Sequence[dict[str, Any]], bool], str] = shown_results,
+) -> list[Path]:
     """Writes the tables of results into every page that has a place for them; returns the pages that changed.
 
     Results and pages are files, and folders of them; a result that is named itself must have a place. With `check` nothing
-    is written, and the pages returned are those that differ from the results.
+    is written, and the pages returned are those that differ from the results. `write` makes the text at a mark out of the
+    results, and of whether the mark asks for the headline.
 
     Raises:
         ValueError: A result or a page cannot be read, or a place is missing or not closed.
     """
     known = results_by_name(files_in(results, "*.json"))
-    texts = {path: _text(path) for path in files_in(pages, "**/*.md")}
-    shown = {name for text in texts.values() for mark in MARK.findall(text) for name in names_of(mark)}
-    named = {str(path) for path in map(Path, results) if not path.is_dir() or (path / RUN).is_file()}
-    for name, path in known.items() if pages else ():
-        if named & {str(path), str(path.parent)} and name not in shown:
-            place = f"<!-- {name}:begin --> and <!-- {name}:end -->"
-            where = ", ".join(map(str, pages))
-            raise ValueError(f"{where} has no place for {path}: put {place} there, in this order.")
+    texts = {page: _text(page) for page in files_in(pages, "**/*.md")}
+    if texts:
+        _check_places(known, set(map(Path, results)), texts)
     changed = []
-    for path, text in texts.items():
-        wanted = text
+    for page, text in texts.items():
+        filled = text
         for mark in MARK.findall(text):
-            if known.keys() >= set(names_of(mark)):
-                read = [read_result(known[name]) for name in names_of(mark)]
-                wanted = with_table(wanted, mark, _table(read, mark.endswith(HEADLINE)))
-        if wanted != text:
-            changed.append(path)
+            names = names_of(mark)
+            if known.keys() >= set(names):
+                read = [read_result(known[name]) for name in names]
+                table = write(read, mark.endswith(HEADLINE))
+                filled = with_table(filled, mark, table)
+        if filled != text:
+            changed.append(page)
             if not check:
-                write_text(path, wanted)
+                write_text(page, filled)
     return changed
+
+
+def _check_places(known: Mapping[str, Path], named: set[Path], texts: Mapping[Path, str]) -> None:
+    """Raises ValueError if no page has a place for a result that is named itself, and not by its folder."""
+    marks = MARK.findall("".join(texts.values()))
+    shown = {name for mark in marks for name in names_of(mark)}
+    for name, path in known.items():
+        is_checkpoint = path.name == RUN and path.parent in named
+        if name in shown or not (is_checkpoint or path in named):
+            continue
+        pages = ", ".join(map(str, texts))
+        place = f"<!-- {name}:begin --> and <!-- {name}:end -->"
+        raise ValueError(f"{pages} has no place for {path}: put {place} there, in this order.")
 
 
 def files_in(paths: Iterable[str | Path], pattern: str) -> list[Path]:
     """The files, and in place of each folder those in it that match the pattern: of a checkpoint its `training.json`."""
-
-    def matching(folder: Path) -> list[Path]:
-        run = folder / RUN
-        return [run] if run.is_file() and run.match(pattern) else sorted(folder.glob(pattern))
-
-    return [file for path in map(Path, paths) for file in (matching(path) if path.is_dir() else [path])]
+    files = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            files.append(path)
+        elif pattern == "*.json" and (path / RUN).is_file():
+            files.append(path / RUN)
+        else:
+            files += sorted(path.glob(pattern))
+    return files
 
 
 def results_by_name(paths: Iterable[Path]) -> dict[str, Path]:
@@ -68,8 +94,12 @@ def results_by_name(paths: Iterable[Path]) -> dict[str, Path]:
     names: dict[str, Path] = {}
     for path in dict.fromkeys(paths):
         stem = path.absolute().parent.name if path.name == RUN else path.stem
-        candidates = chain([stem], (f"{stem}-{number}" for number in count(2)))
-        names[next(name for name in candidates if name not in names)] = path
+        name = stem
+        for number in count(2):
+            if name not in names:
+                break
+            name = f"{stem}-{number}"
+        names[name] = path
     return names
 
 
@@ -80,11 +110,16 @@ def names_of(mark: str) -> list[str]:
 
 def with_table(page: str, mark: str, table: str) -> str:
     """`page` with the text at the mark replaced; ValueError if the mark does not stand there once, opened and closed."""
-    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
-    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
-        place = f"{begin} and {end}"
-        raise ValueError(f"The page has no place for this table: put {place} there, each once, in this order.")
-    return f"{page[: page.index(begin)]}{begin}\n{table}\n{page[page.index(end) :]}"
+    begin = f"<!-- {mark}:begin -->"
+    end = f"<!-- {mark}:end -->"
+    before, _, opened = page.partition(begin)
+    _, _, after = opened.partition(end)
+    num_marks = page.count(begin), page.count(end)
+    if num_marks != (1, 1) or end not in opened:
+        raise ValueError(
+            f"The page has no place for this table: put {begin} and {end} there, each once, in this order."
+        )
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def _text(page: Path) -> str:
@@ -95,13 +130,15 @@ def _text(page: Path) -> str:
         raise ValueError(f"{page} cannot be read ({reason}): name a Markdown file, or a folder of them.") from error
 
 
-def _table(results: Sequence[dict[str, Any]], is_headline: bool) -> str:
-    """The tables of results of one kind, and under them what their figures depend on and the command that gives them."""
-    rows = [row for result in results for row in result["summary"]]
-    parts = [markdown(table) for table in tables_of({**results[0], "summary": rows}, is_headline)]
-    for result in results:
-        facts = setup(result)
-        said = [f"{line}." if (line := stated(result)) else "", caveat(result["summary"], facts["dtype"])]
-        said += [f"`{facts[name]}`" for name in ("trained by", "command") if facts.get(name)]
-        parts.append(" ".join(filter(None, said)))
+def with_facts(tables: Iterable[Table], results: Sequence[dict[str, Any]], facts: Sequence[Facts]) -> str:
+    """Tables in Markdown, and a paragraph for each result: its facts, and the commands that gave it."""
+    parts = list(map(markdown, tables))
+    for result, of_result in zip(results, facts, strict=True):
+        line = stated(of_result)
+        sentences = [f"{line}."] if line else []
+        sentences.append(caveat(result["summary"], of_result.get("dtype")))
+        for name in ("trained by", "command"):
+            if of_result.get(name):
+                sentences.append(f"`{of_result[name]}`")
+        parts.append(" ".join(filter(None, sentences)))
     return "\n\n".join(parts)

@@ -1,21 +1,26 @@
-"""Measurements of methods on the same prompts, in turns, warmed up and repeated; and the rows of their result.
+"""Measures methods on the same prompts, in turns, warmed up and repeated; and summarises them as the rows of a result.
 
 Machines are shared and noisy, so a speed is always a ratio of two methods that took turns on every prompt.
 """
 
 import math
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import truediv
 from statistics import median
-from typing import Any
 
 import torch
 
 from .methods import Method
 from .profiling import Profile
-from .timing import TimedRun, draft_lengths, tau, tokens_per_step
+from .results import Row
+from .timing import TimedRun, draft_lengths, tau
 
 
+Methods = Mapping[str, Method]
+Runs = Mapping[str, TimedRun]
 # A method and the index of a prompt that it decodes before it is measured.
 Warming = tuple[Method, int]
 
@@ -51,7 +56,7 @@ class Measurement:
 
 
 def compare(
-    methods: Mapping[str, Method],
+    methods: Methods,
     prompts: Sequence[Prompt],
     repeats: int = 3,
     progress: Callable[[Iterable[Prompt]], Iterable[Prompt]] = iter,
@@ -62,118 +67,146 @@ def compare(
     Each method decodes the first, the shortest and the longest prompt once before, unmeasured. `progress` and `warm_up`
     show bars over the prompts and over these runs, in which models are compiled.
     """
-    by_length = sorted(range(len(prompts)), key=lambda index: prompts[index].input_ids.shape[1])
-    chosen = dict.fromkeys([0, by_length[0], by_length[-1]])
-    for run, index in warm_up([(run, index) for run in methods.values() for index in chosen]):
+    lengths = [prompt.input_ids.shape[1] for prompt in prompts]
+    shortest = lengths.index(min(lengths))
+    longest = lengths.index(max(lengths))
+    chosen = dict.fromkeys([0, shortest, longest])
+    warmings = [(run, index) for run in methods.values() for index in chosen]
+    for run, index in warm_up(warmings):
         run(prompts[index].input_ids)
     measurements = []
     for index, prompt in enumerate(progress(prompts)):
-        rounds = [take_turns(methods, prompt.input_ids, index + repeat) for repeat in range(repeats)]
+        rounds = []
+        for repeat in range(repeats):
+            runs = take_turns(methods, prompt.input_ids, index + repeat)
+            rounds.append(runs)
         measurements += measured(prompt.task, index, rounds)
     return measurements
 
 
-def take_turns(methods: Mapping[str, Method], input_ids: torch.Tensor, first: int) -> dict[str, TimedRun]:
+def take_turns(methods: Methods, input_ids: torch.Tensor, first: int) -> Runs:
     """Every method once on one prompt, in an order that rotates with `first`."""
-    names = list(methods)
-    shift = first % len(names)
-    runs = {name: methods[name](input_ids) for name in names[shift:] + names[:shift]}
-    return {name: runs[name] for name in names}
+    names = deque(methods)
+    names.rotate(-first)
+    runs = {name: methods[name](input_ids) for name in names}
+    return {name: runs[name] for name in methods}
 
 
-def measured(task: str, prompt_index: int, rounds: Sequence[Mapping[str, TimedRun]]) -> list[Measurement]:
+def measured(task: str, prompt_index: int, rounds: Sequence[Runs]) -> list[Measurement]:
     """A measurement for each method from several rounds of [`take_turns`] on one prompt."""
-    reference = next(iter(rounds[0].values())).token_ids
-    return [
-        Measurement(
-            task=task,
-            prompt_index=prompt_index,
-            method=name,
-            num_tokens=len(first.token_ids),
-            num_forwards=first.num_forwards,
-            acceptance_lengths=first.acceptance_lengths,
-            is_identical=all(runs[name].token_ids == reference for runs in rounds),
-            seconds=[runs[name].seconds for runs in rounds],
-            seconds_to_first_token=[runs[name].seconds_to_first_token for runs in rounds],
-            num_compilations=sum(runs[name].num_compilations for runs in rounds),
-            lookup_steps=list(first.lookup_steps),
+    plain = next(iter(rounds[0].values()))
+    measurements = []
+    for name, first in rounds[0].items():
+        runs = [by_name[name] for by_name in rounds]
+        measurements.append(
+            Measurement(
+                task,
+                prompt_index,
+                name,
+                num_tokens=len(first.token_ids),
+                num_forwards=first.num_forwards,
+                acceptance_lengths=first.acceptance_lengths,
+                is_identical=all(run.token_ids == plain.token_ids for run in runs),
+                seconds=[run.seconds for run in runs],
+                seconds_to_first_token=[run.seconds_to_first_token for run in runs],
+                num_compilations=sum(run.num_compilations for run in runs),
+                lookup_steps=list(first.lookup_steps),
+            )
         )
-        for name, first in rounds[0].items()
-    ]
+    return measurements
 
 
-def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] = ()) -> list[dict[str, Any]]:
+def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] = ()) -> list[Row]:
     """One row per task and method: speed, speed-up over the first method, tau, tokens per step, identical texts.
 
     A prompt counts with the median of its repeats; speeds are total tokens over total seconds. The speed-up has two
     spreads: over prompts (10th and 90th percentile of the per-prompt ratios), and over repeats of the whole task. Both
-    means of tau are given: over verify steps (micro) and over prompts (macro). Neither counts steps with looked-up tokens. The time of a step or token counts
-    everything after the first token, the drafter's share included. Fields from `profiles` begin with `profiled_`.
+    means of tau are given: over verify steps (micro) and over prompts (macro). Neither counts steps with looked-up tokens.
+    The time of a step or token counts everything after the first token, the drafter's share included. Fields from
+    `profiles` begin with `profiled_`.
     """
+    tasks: dict[str, dict[str, list[Measurement]]] = {}
+    for measurement in measurements:
+        methods = tasks.setdefault(measurement.task, {})
+        methods.setdefault(measurement.method, []).append(measurement)
     rows = []
-    tasks = list(dict.fromkeys(m.task for m in measurements))
-    names = list(dict.fromkeys(m.method for m in measurements))
-    for task in tasks:
-        plain = {m.prompt_index: m for m in measurements if m.task == task and m.method == names[0]}
-        for name in names:
-            chosen = [m for m in measurements if m.task == task and m.method == name]
-            seconds = [median(m.seconds) for m in chosen]
-            ratios = sorted(median(plain[m.prompt_index].seconds) / median(m.seconds) for m in chosen)
-            to_first = sum(median(m.seconds_to_first_token) for m in chosen)
-            tokens, forwards = sum(m.num_tokens for m in chosen), sum(m.num_forwards for m in chosen)
-            lengths = [length for m in chosen for length in m.acceptance_lengths]
-            drafted = [m.draft_lengths for m in chosen if m.draft_lengths]
-            taus = [tau(of_prompt) for of_prompt in drafted]
-            # The task's seconds in each repeat, of plain decoding and of this method.
-            totals = [
-                [sum(each) for each in zip(*(m.seconds for m in of), strict=True)] for of in (plain.values(), chosen)
-            ]
-            rows.append(
-                {
-                    "task": task,
-                    "method": name,
-                    "prompts": len(chosen),
-                    "identical": sum(m.is_identical for m in chosen),
-                    "tokens": tokens,
-                    "tokens_per_second": _ratio(tokens, sum(seconds)),
-                    "speedup": _ratio(sum(median(m.seconds) for m in plain.values()), sum(seconds)),
-                    "speedup_p10": rounded(ratios[len(ratios) // 10]),
-                    "speedup_p90": rounded(ratios[-1 - len(ratios) // 10]),
-                    "speedup_by_repeat": [_ratio(mine, other) for mine, other in zip(*totals, strict=True)],
-                    "tokens_per_step": rounded(tokens_per_step(tokens, forwards, len(chosen))),
-                    "ms_per_step": _ratio(1e3 * (sum(seconds) - to_first), forwards - len(chosen)),
-                    "ms_per_output_token": _ratio(1e3 * (sum(seconds) - to_first), tokens - len(chosen)),
-                    "ms_to_first_token": _ratio(1e3 * to_first, len(chosen)),
-                    "tau_micro": rounded(tau([length for of_prompt in drafted for length in of_prompt])),
-                    "tau_macro": _ratio(sum(taus), len(taus)),
-                    # The number of verify steps that gave 1, 2, 3, … tokens.
-                    "acceptance_histogram": [lengths.count(n) for n in range(1, max(lengths) + 1)]
-                    if lengths
-                    else None,
-                    "compilations": sum(m.num_compilations for m in chosen),
-                    **_profiled([p for p in profiles if p.task == task and p.method == name]),
-                }
-            )
+    for task, methods in tasks.items():
+        plain = next(iter(methods.values()))
+        for name, chosen in methods.items():
+            own_profiles = [p for p in profiles if p.task == task and p.method == name]
+            row = {
+                "task": task,
+                "method": name,
+                "prompts": len(chosen),
+                "identical": sum(m.is_identical for m in chosen),
+                **_speed(chosen, plain),
+                **_acceptance(chosen),
+                "compilations": sum(m.num_compilations for m in chosen),
+                **_profiled(own_profiles),
+            }
+            rows.append(row)
     return rows
 
 
-def _profiled(profiles: Sequence[Profile]) -> dict[str, Any]:
+def _speed(chosen: Sequence[Measurement], plain: Sequence[Measurement]) -> Row:
+    """Fields of a row: the speed of a method, and how it compares with plain decoding of the same prompts."""
+    medians = [median(m.seconds) for m in chosen]
+    plain_medians = [median(m.seconds) for m in plain]
+    ratios = sorted(map(truediv, plain_medians, medians))
+    tenth = len(ratios) // 10
+    seconds = sum(medians)
+    to_first = sum(median(m.seconds_to_first_token) for m in chosen)
+    ms_after_first = 1e3 * (seconds - to_first)
+    prompts = len(chosen)
+    tokens = sum(m.num_tokens for m in chosen)
+    forwards = sum(m.num_forwards for m in chosen)
+    steps = forwards - prompts
+    return {
+        "tokens": tokens,
+        "tokens_per_second": _ratio(tokens, seconds),
+        "speedup": _ratio(sum(plain_medians), seconds),
+        "speedup_p10": rounded(ratios[tenth]),
+        "speedup_p90": rounded(ratios[-1 - tenth]),
+        "speedup_by_repeat": list(map(_ratio, _totals(plain), _totals(chosen))),
+        "tokens_per_step": _ratio(tokens - prompts, steps),
+        "ms_per_step": _ratio(ms_after_first, steps),
+        "ms_per_output_token": _ratio(ms_after_first, tokens - prompts),
+        "ms_to_first_token": _ratio(1e3 * to_first, prompts),
+    }
+
+
+def _totals(measurements: Sequence[Measurement]) -> list[float]:
+    """The seconds of all prompts in each repeat."""
+    return [sum(of_repeat) for of_repeat in zip(*(m.seconds for m in measurements), strict=True)]
+
+
+def _acceptance(chosen: Sequence[Measurement]) -> Row:
+    """Fields of a row: both means of tau, and how many verify steps gave 1, 2, 3, … tokens."""
+    drafted = [m.draft_lengths for m in chosen if m.draft_lengths]
+    taus = [tau(lengths) for lengths in drafted]
+    counts: Counter[int] = Counter()
+    for measurement in chosen:
+        counts.update(measurement.acceptance_lengths)
+    longest = max(counts, default=0)
+    return {
+        "tau_micro": rounded(tau(list(chain(*drafted)))),
+        "tau_macro": _ratio(sum(taus), len(taus)),
+        "acceptance_histogram": [counts[length + 1] for length in range(longest)] or None,
+    }
+
+
+def _profiled(profiles: Sequence[Profile]) -> Row:
     """Fields of a row: means over all steps of the profiled prompts."""
     if not profiles:
         return {}
     steps = sum(p.num_steps for p in profiles)
-
-    def per_step(values: Iterable[float]) -> float | None:
-        return _ratio(sum(value * p.num_steps for value, p in zip(values, profiles, strict=True)), steps)
-
-    return {
-        "profiled_prompts": len(profiles),
-        "profiled_ms_draft": per_step(p.ms_draft for p in profiles),
-        "profiled_ms_verify": per_step(p.ms_verify for p in profiles),
-        "profiled_ms_rest": per_step(p.ms_rest for p in profiles),
-        "profiled_host_syncs_per_step": per_step(p.host_syncs for p in profiles),
-        "profiled_memory_bytes": max(p.memory_bytes for p in profiles),
-    }
+    row: Row = {"profiled_prompts": len(profiles)}
+    for name in ("ms_draft", "ms_verify", "ms_rest", "host_syncs"):
+        total = sum(getattr(p, name) * p.num_steps for p in profiles)
+        unit = "_per_step" if name == "host_syncs" else ""
+        row[f"profiled_{name}{unit}"] = _ratio(total, steps)
+    row["profiled_memory_bytes"] = max(p.memory_bytes for p in profiles)
+    return row
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -60,20 +61,19 @@ def allocated_memory(work: Callable[[], Any], device: torch.device) -> int:
             profiler.__exit__(None, None, None)
     results: Any = profiler.profiler
     changes = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(changes, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    changes.sort(key=lambda event: event.start_ns())
+    allocated = accumulate(event.nbytes() for event in changes)
+    return max(allocated, default=0)
 
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.close(nowhere)

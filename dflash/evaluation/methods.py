@@ -16,6 +16,7 @@ from .timing import TimedRun, timed_blocks, timed_generate
 
 PLAIN = "target.generate"
 OURS = "dflash"
+RANDOM_DRAFTER = "random drafter adaptive"
 OURS_LOOKING_UP, OURS_CHOOSING = "dflash with lookup", "dflash with lookup and trees"
 PROMPT_LOOKUP = "prompt lookup"
 NATIVE = "native dflash"
@@ -26,9 +27,10 @@ Method = Callable[..., TimedRun]
 
 # The drafter alone, whose acceptance is that of the paper and of other engines.
 ALONE = {"prompt_lookup_num_tokens": 0}
-# The loop's options for each variant; `OURS` is the drafter alone, and `OURS_LOOKING_UP` the loop without any option.
+# The loop's options for each of its variants.
 EAGER = {**ALONE, "compile": False, "adaptive": False, "draft_tree": False}
 VARIANTS: dict[str, dict[str, Any]] = {
+    OURS: ALONE,
     OURS_LOOKING_UP: {},
     OURS_CHOOSING: {"draft_tree": True},
     "dflash eager": EAGER,
@@ -36,13 +38,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dflash adaptive": {**EAGER, "adaptive": True},
     "dflash tree": {**EAGER, "adaptive": True, "draft_tree": True},
     "dflash drafting nothing": {**ALONE, "max_draft_tokens": 0},
+    RANDOM_DRAFTER: {**EAGER, "adaptive": True},
 }
 DRAFTS_AS_OURS = ("dflash eager", "dflash compiled")
-RANDOM_DRAFTER = "random drafter adaptive"
 
 # All names, in the order of a result's rows. Native DFlash exists from transformers 5.15 on.
 HAS_NATIVE = hasattr(transformers.GenerationConfig(), "speculation_type")
-METHODS = (PLAIN, PROMPT_LOOKUP, *([NATIVE] if HAS_NATIVE else []), OURS, *VARIANTS, RANDOM_DRAFTER)
+METHODS = (PLAIN, PROMPT_LOOKUP, *([NATIVE] if HAS_NATIVE else []), *VARIANTS)
 
 # All are given, because the target's own sampling defaults cause a warning otherwise.
 GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -52,7 +54,7 @@ PROMPT_LOOKUP_TOKENS = 10
 
 
 def check_methods(names: Iterable[str]) -> None:
-    """Raises ValueError for a name that is none of [`METHODS`], with those that are: before models are loaded."""
+    """Raises ValueError, with the names of [`METHODS`], for a name that is not one of them. Called before models are loaded."""
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise ValueError(f"There is no method {', '.join(map(repr, unknown))}: choose from {', '.join(METHODS)}.")
@@ -67,25 +69,28 @@ def decoding_methods(
     shape. ValueError for a name that does not exist, with those that do.
     """
     check_methods(names or ())
-    wanted = [name for name in METHODS if name == PLAIN or names is None or name in names]
+    chosen = [PLAIN, *(name for name in METHODS if name != PLAIN and (names is None or name in names))]
 
-    def plain(**options: Any) -> Method:
-        return partial(timed_generate, target, max_new_tokens=max_new_tokens, **GREEDY, **options)
+    plain = partial(timed_generate, target, max_new_tokens=max_new_tokens, **GREEDY)
 
-    def ours(drafter: PreTrainedModel, **options: Any) -> Method:
-        return partial(timed_blocks, drafter, target, max_new_tokens=max_new_tokens, temperature=0.0, **options)
+    def method(name: str) -> Method:
+        if name == PLAIN:
+            return plain
+        if name == PROMPT_LOOKUP:
+            return partial(plain, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS)
+        if name == NATIVE:
+            assistant = _in_dtype_of(target, drafter)
+            return partial(plain, assistant_model=assistant, speculation_type="dflash")
+        return partial(
+            timed_blocks,
+            untrained(drafter) if name == RANDOM_DRAFTER else drafter,
+            target,
+            max_new_tokens=max_new_tokens,
+            temperature=0.0,
+            **VARIANTS[name],
+        )
 
-    methods: dict[str, Method] = {
-        PLAIN: plain(),
-        PROMPT_LOOKUP: plain(prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
-        OURS: ours(drafter, **ALONE),
-        **{name: ours(drafter, **options) for name, options in VARIANTS.items()},
-    }
-    if NATIVE in wanted:
-        methods[NATIVE] = plain(assistant_model=_in_dtype_of(target, drafter), speculation_type="dflash")
-    if RANDOM_DRAFTER in wanted:
-        methods[RANDOM_DRAFTER] = ours(untrained(drafter), **VARIANTS["dflash adaptive"])
-    return {name: methods[name] for name in wanted}
+    return {name: method(name) for name in chosen}
 
 
 def _in_dtype_of(target: PreTrainedModel, drafter: PreTrainedModel) -> PreTrainedModel:

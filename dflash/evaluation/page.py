@@ -1,4 +1,4 @@
-"""One HTML page out of result files: a table per task, figures, and what each depends on.
+"""Makes one HTML page out of result files: a table for each task, figures, and the facts that they depend on.
 
 This module measures nothing; `plots` draws the figures.
 """
@@ -15,8 +15,8 @@ from transformers.utils import logging
 from . import canvas, plots
 from .markdown_pages import files_in, results_by_name
 from .methods import PLAIN
-from .results import KNOWN_BY, Row, published, read_result, setup, stated, template_name
-from .tables import COLUMNS, DECODED, EVALUATED, Table, caveat, table_of, tables_of
+from .results import Row, published, read_result, setup, stated, template_name
+from .tables import SHOWN, Table, caveat, table_of, tables_of
 
 
 if TYPE_CHECKING:
@@ -46,21 +46,27 @@ def write_page(paths: Sequence[str | Path], folder: str | Path) -> Path:
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    results = {name: read_result(path) for name, path in results_by_name(files_in(paths, "*.json")).items()}
-    for name in [name for name, result in results.items() if not tables_of(result)]:
-        logger.warning(f"{name} holds no rows to show and is left out.")
-        del results[name]
+    results = {}
+    for name, path in results_by_name(files_in(paths, "*.json")).items():
+        result = read_result(path)
+        if tables_of(result):
+            results[name] = result
+        else:
+            logger.warning(f"{name} holds no rows to show and is left out.")
     if not results:
-        given = ", ".join(map(str, paths))
         raise ValueError(
-            f"{given} is no result: its summary holds no rows; give results of bench, eval, canary or train."
+            f"{', '.join(map(str, paths))} is no result: its summary holds no rows; give results of bench, eval, canary or "
+            "train."
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     sections = [_section(name, result, folder) for name, result in results.items()]
-    loader = FileSystemLoader(Path(__file__).parent)
     templates = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     page = folder / "index.html"
     page.write_text(templates.get_template("page.html").render(sections=sections), encoding="utf-8")
@@ -69,39 +75,54 @@ def write_page(paths: Sequence[str | Path], folder: str | Path) -> Path:
 
 def drawings(result: dict[str, Any]) -> list[Drawing]:
     """The figures that a result's rows have something for."""
-    rows, note, paper = result["summary"], stated(result), published(result)
-    found = []
+    rows = result["summary"]
+    note = stated(setup(result))
+    figures = []
 
-    def add(name: str, shows: str, chosen: list[Row], draw: Callable[..., Figure], **options: Any) -> None:
+    def add(name: str, shows: str, chosen: Sequence[Row], draw: Callable[..., Figure], **options: Any) -> None:
         if chosen:
-            found.append(Drawing(name, shows, lambda theme, noted: draw(chosen, note * noted, theme, **options)))
+            figures.append(
+                Drawing(name, shows, lambda theme, has_note: draw(chosen, note if has_note else "", theme, **options))
+            )
 
-    compared = [row for row in _having(rows, "task", "method", "speedup") if row["method"] != PLAIN]
-    shows = "Speed-up over plain decoding in the same run, by task and method."
-    shows += "" if paper is None else f" Hatched: {paper[1]}."
-    add("speedup", shows, compared, plots.speedups, paper=paper and paper[0])
+    paper, source = published(result) or (None, "")
+    add(
+        "speedup",
+        "Speed-up over plain decoding in the same run, by task and method."
+        + (f" Hatched: {source}." if paper else ""),
+        [row for row in _having(rows, "task", "method", "speedup") if row["method"] != PLAIN],
+        plots.speedups,
+        paper=paper,
+    )
     histograms = _having(rows, "task", "method", "acceptance_histogram")
-    accepting = [row for row in histograms if row["acceptance_histogram"][1:]]
-    shows = "How often the proposal at each position is accepted: of all verify steps, and of those that got there, if at least "
-    shows += f"{plots.FEWEST_STEPS} did."
-    add("acceptance", shows, accepting, plots.acceptance_by_position)
-    add("lengths", "How many tokens a verify step gives; τ (micro) marked.", accepting, plots.acceptance_lengths)
+    drafting = [row for row in histograms if len(row["acceptance_histogram"]) > 1]
+    add(
+        "acceptance",
+        "How often the proposal at each position is accepted: of all verify steps, and of those that got there, if at least "
+        f"{plots.FEWEST_STEPS} did.",
+        drafting,
+        plots.acceptance_by_position,
+    )
+    add("lengths", "How many tokens a verify step gives; τ (micro) marked.", drafting, plots.acceptance_lengths)
     widths = _having(result.get("widths", rows), "width", "ms_verify")
     add("step_time", "Time of one forward by its width.", widths, plots.step_time)
-    costs = _having(rows, "context_tokens", "method", "ms_per_token")
-    swept = [row for row in costs if row.get("axis", "context") == "context"]
-    is_simulated = any(row.get("is_simulated") for row in swept)
-    shows = "Time per token as the context grows."
-    shows += " Simulated: tau is stated, milliseconds are measured." if is_simulated else ""
-    add("growth", shows, swept, plots.growth)
-    waits = ("ms_per_output_token_p50", "ms_per_output_token_p99")
-    loads = _having(rows, "server", "concurrency", "tokens_per_second", *waits)
-    shows = "Throughput of all requests against the wait of one, by the number of requests at once."
-    target_ms = result.get("decoding", {}).get("target_ms_per_output_token")
-    add("latency_throughput", shows, loads, plots.latency_throughput, target_ms=target_ms)
+    add(
+        "latency_throughput",
+        "Throughput of all requests against the wait of one, by the number of requests at once.",
+        _having(
+            rows,
+            "server",
+            "concurrency",
+            "tokens_per_second",
+            "ms_per_output_token_p50",
+            "ms_per_output_token_p99",
+        ),
+        plots.latency_throughput,
+        target_ms=result["decoding"].get("target_ms_per_output_token"),
+    )
     measured = _having(rows, "step", "tau") if result["kind"] == "run" else []
     add("run", "Tokens of a verify step on held-out prompts, by the step of the run.", measured, plots.run_curve)
-    return found
+    return figures
 
 
 def save_plots(result: dict[str, Any], output: Path) -> list[Path]:
@@ -111,10 +132,10 @@ def save_plots(result: dict[str, Any], output: Path) -> list[Path]:
 
 def save_drawing(result: dict[str, Any], name: str, path: Path) -> Path:
     """Writes the figure of that name as a PNG; ValueError if the rows have nothing for it."""
-    drawing = next((drawing for drawing in drawings(result) if drawing.name == name), None)
-    if drawing is None:
-        raise ValueError(f"{path} is not drawn: no row has what {name} shows; ask for longer answers.")
-    return _save(drawing, path)
+    for drawing in drawings(result):
+        if drawing.name == name:
+            return _save(drawing, path)
+    raise ValueError(f"{path} is not drawn: no row has what {name} shows; ask for longer answers.")
 
 
 def _save(drawing: Drawing, path: Path, theme: canvas.Theme = canvas.LIGHT) -> Path:
@@ -125,41 +146,52 @@ def _save(drawing: Drawing, path: Path, theme: canvas.Theme = canvas.LIGHT) -> P
 
 def _section(name: str, result: dict[str, Any], folder: Path) -> dict[str, Any]:
     """What the template shows of one result. Its figures are saved; the page holds them for wide screens and for phones."""
-    facts, kind = setup(result), result["kind"]
-    figures = []
-    for drawing in drawings(result):
-        images = {}
-        for theme, ending in ((canvas.LIGHT, ""), (canvas.DARK, "_dark")):
-            wide = _save(drawing, folder / f"{name}_{drawing.name}{ending}.png", theme).read_bytes()
-            narrow = canvas.png(drawing.draw(theme.narrow(), False))
-            for width, png in (("wide", wide), ("narrow", narrow)):
-                images[f"{width}{ending}"] = "data:image/png;base64," + base64.b64encode(png).decode("ascii")
-        figures.append({"shows": drawing.shows, **images})
+    facts = setup(result)
+    kind = result["kind"]
+    template = facts.get("chat template")
     return {
         "name": name,
         "kind": "" if kind in name.split("-") else kind,
         "tables": _tables(result),
-        "caveat": caveat(result["summary"], facts["dtype"]),
-        "figures": figures,
-        "facts": {key: value for key, value in facts.items() if key != "chat template" and value},
-        "missing": [key for key, value in facts.items() if not value],
-        "chat_template": facts.get("chat template"),
-        "template_name": template_name(facts.get("chat template")),
-        "stated": stated(result),
+        "caveat": caveat(result["summary"], facts.get("dtype")),
+        "figures": [_images(drawing, folder / name) for drawing in drawings(result)],
+        "facts": {key: fact for key, fact in facts.items() if fact and key != "chat template"},
+        "missing": [key for key, fact in facts.items() if not fact],
+        "chat_template": template,
+        "template_name": template and template_name(template),
+        "stated": stated(facts),
     }
+
+
+def _images(drawing: Drawing, path: Path) -> dict[str, str]:
+    """A figure's sentence, and its images by width and theme, as addresses that hold them. The wide ones are saved too."""
+    images = {"shows": drawing.shows}
+    themes = {"": canvas.LIGHT, "_dark": canvas.DARK}
+    for ending, theme in themes.items():
+        saved = path.with_name(f"{path.name}_{drawing.name}{ending}.png")
+        _save(drawing, saved, theme)
+        wide = saved.read_bytes()
+        narrow = canvas.png(drawing.draw(theme.narrow(), False))
+        images[f"wide{ending}"] = _address(wide)
+        images[f"narrow{ending}"] = _address(narrow)
+    return images
+
+
+def _address(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
 
 
 def _tables(result: dict[str, Any]) -> list[tuple[str, Table, Table | None]]:
     """Title, table, and the table of all columns where that has more; one per task where the kind has tasks."""
-    rows = result["summary"]
-    if "task" not in KNOWN_BY.get(result["kind"], ()):
+    shown = SHOWN.get(result["kind"], ())
+    if "task" not in shown:
         return [("", table, None) for table in tables_of(result)]
-    first = [key for key in (EVALUATED if result["kind"] == "eval" else DECODED) if key != "task"]
-    every = [key for key in COLUMNS if key != "task"]
-    of: dict[str, list[Row]] = {}
-    for row in rows:
-        of.setdefault(row["task"], []).append(row)
-    return [(task, table_of(of_task, first), table_of(of_task, every)) for task, of_task in of.items()]
+    tasks: dict[str, list[Row]] = {}
+    for row in result["summary"]:
+        figures = dict(row)
+        task = figures.pop("task")  # the title says it
+        tasks.setdefault(task, []).append(figures)
+    return [(task, table_of(rows, shown), table_of(rows)) for task, rows in tasks.items()]
 
 
 def _having(rows: Sequence[Row], *keys: str) -> list[Row]:

@@ -1,4 +1,4 @@
-"""The parts of a step's time, the host's waits for the device, and the bytes that a decode allocates.
+"""Measures the parts of a step's time, the host's waits for the device, and the bytes that a decode allocates.
 
 Each is measured in a pass of its own, because looking inside slows decoding down or disturbs `torch.compile`. Figures
 are per verify step, without the prefill.
@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -40,7 +40,7 @@ READING_OPERATIONS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_sele
 
 @dataclass(frozen=True)
 class Profile:
-    """The figures of one method on one prompt from the passes beside the clock, means over its verify steps."""
+    """The figures of one method on one prompt from these passes, as means over its verify steps."""
 
     task: str
     prompt_index: int
@@ -53,8 +53,20 @@ class Profile:
     memory_bytes: int  # peak of the tensors that the decode allocated
 
 
+class StepSplit(NamedTuple):
+    """The number of verify steps of a decode, and the milliseconds of one by its parts."""
+
+    num_steps: int
+    ms_draft: float
+    ms_verify: float
+    ms_rest: float
+
+
+Run = Callable[..., TimedRun]
+
+
 def profile(
-    methods: Mapping[str, Callable[..., TimedRun]],
+    methods: Mapping[str, Run],
     prompts: Sequence[Any],
     target: PreTrainedModel,
     drafter: PreTrainedModel,
@@ -66,19 +78,17 @@ def profile(
     """
     profiles = []
     for index, prompt in enumerate(progress(prompts)):
+        input_ids = prompt.input_ids
         for name, run in methods.items():
-            num_steps, split = step_split(run, prompt.input_ids, target, drafter)
-            syncs = host_syncs(run, prompt.input_ids, target.device)
-            memory = allocated_memory(partial(run, prompt.input_ids), target.device)
-            draft, verify, rest = split.values()
-            profiles.append(Profile(prompt.task, index, name, num_steps, draft, verify, rest, syncs, memory))
+            split = step_split(run, input_ids, target, drafter)
+            syncs = host_syncs(run, input_ids, target.device)
+            memory = allocated_memory(partial(run, input_ids), target.device)
+            profiles.append(Profile(prompt.task, index, name, *split, syncs, memory))
     return profiles
 
 
-def step_split(
-    run: Callable[..., TimedRun], input_ids: torch.Tensor, target: PreTrainedModel, drafter: PreTrainedModel
-) -> tuple[int, dict[str, float]]:
-    """The number of verify steps of a decode, and the milliseconds of one in "draft", "verify" and "rest".
+def step_split(run: Run, input_ids: torch.Tensor, target: PreTrainedModel, drafter: PreTrainedModel) -> StepSplit:
+    """Where the time of a decode's verify steps goes.
 
     On CUDA the times are those of events in the stream: nothing waits for them, so steps overlap as usual.
     """
@@ -99,11 +109,21 @@ def step_split(
             break
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
+    totals = {"draft": 0.0, "verify": 0.0, "rest": 0.0}
+    first = max(0, starts[0] - 1)  # after the first token
+    for (part, began), (_, ended) in pairwise(marks[first:]):
+        if isinstance(began, float):
+            totals[part] += 1e3 * (ended - began)
+        else:
+            totals[part] += began.elapsed_time(ended)
     num_steps = timed.num_forwards - 1
-    split = {"draft": 0.0, "verify": 0.0, "rest": 0.0}
-    for (part, began), (_, ended) in pairwise(marks[max(0, starts[0] - 1) :]):  # after the first token
-        split[part] += 1e3 * (ended - began) if isinstance(began, float) else began.elapsed_time(ended)
-    return num_steps, {part: total / max(num_steps, 1) for part, total in split.items()}
+    divisor = max(num_steps, 1)
+    return StepSplit(
+        num_steps,
+        totals["draft"] / divisor,
+        totals["verify"] / divisor,
+        totals["rest"] / divisor,
+    )
 
 
 @contextmanager
@@ -126,17 +146,13 @@ def _watched_loop(mark: Callable[[str], None]) -> Iterator[None]:
 
         return marked
 
+    proposers = (LookupProposer, runner.WidthProposer, runner.TreeProposer, DraftProposer)
+    verifying = [(Target, "verify"), (runner, "verify_tree"), (WholeRunner, "run_whole")]
     with ExitStack() as patches:
-        for owner, name, part in (
-            (LookupProposer, "propose", "draft"),
-            (runner.WidthProposer, "propose", "draft"),
-            (runner.TreeProposer, "propose", "draft"),
-            (DraftProposer, "propose", "draft"),
-            (Target, "verify", "verify"),
-            (runner, "verify_tree", "verify"),
-            (WholeRunner, "run_whole", "verify"),
-        ):
-            patches.enter_context(mock.patch.object(owner, name, around(part, getattr(owner, name))))
+        for proposer in proposers:
+            patches.enter_context(mock.patch.object(proposer, "propose", around("draft", proposer.propose)))
+        for owner, name in verifying:
+            patches.enter_context(mock.patch.object(owner, name, around("verify", getattr(owner, name))))
         yield
 
 
@@ -151,17 +167,19 @@ def _watched_models(target: PreTrainedModel, drafter: PreTrainedModel, mark: Cal
         yield
 
 
-def host_syncs(run: Callable[..., TimedRun], input_ids: torch.Tensor, device: torch.device) -> float:
+def host_syncs(run: Run, input_ids: torch.Tensor, device: torch.device) -> float:
     """Times in a verify step that the host waits for a value.
 
     On CUDA PyTorch's sync warnings are counted; elsewhere every read of a tensor's value. Plain decoding is watched
     through a streamer, for which `generate` reads each token: that is one of its waits.
     """
-    count = _DriverSyncs() if device.type == "cuda" else _ReadCounter()
-    seen: list[int] = []
-    with count:
-        num_steps = run(input_ids, lambda *_: seen.append(count.total())).num_forwards - 1
-    return (count.total() - seen[0]) / max(num_steps, 1)
+    counter = _DriverSyncs() if device.type == "cuda" else _ReadCounter()
+    counts: list[int] = []
+    with counter:
+        timed = run(input_ids, lambda *_: counts.append(counter.total()))
+    num_steps = timed.num_forwards - 1
+    num_syncs = counter.total() - counts[0]
+    return num_syncs / max(num_steps, 1)
 
 
 class _ReadCounter(TorchFunctionMode):
@@ -200,10 +218,11 @@ class _OperationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        by_mask = name in ("index", "index_put", "index_put_") and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
-        self.num_reads += name in READING_OPERATIONS or by_mask
+        is_reading = name in READING_OPERATIONS
+        if name in ("index", "index_put", "index_put_"):
+            for index in filter(lambda index: index is not None, args[1]):
+                is_reading |= index.dtype in (torch.bool, torch.uint8)
+        self.num_reads += is_reading
         return func(*args, **(kwargs or {}))
 
 

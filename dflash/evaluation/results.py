@@ -1,4 +1,4 @@
-"""A result file: its rows, what their figures depend on, and what follows from a row without being stored.
+"""Reads result files: their rows, the facts that their figures depend on, and figures that follow from a row.
 
 `common.provenance` writes result files. This module knows nothing about tables, pages or plots.
 """
@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,37 @@ from dflash.common.provenance import SCHEMA_VERSION
 
 
 Row = dict[str, Any]
+# What the figures of a result depend on, by name; `None` where the file does not say.
+Facts = dict[str, str | None]
 
 RUN = "training.json"  # what `dflash train` writes into a checkpoint
 LONGEST_TEMPLATE = 40  # letters of a chat template that is written out
-# Facts that one line states; of these the first ones need no name beside them.
+# Facts that stand in a line without their name; the others follow it.
 UNNAMED = ("pair", "hardware", "versions", "run", "simulated", "training", "targets")
-STATED = (*UNNAMED[:2], "dtype", "attention", *UNNAMED[2:], "thinking", "temperature", "chat template")
-# What a training run has none of: it names no pair, is greedy, and its prompts are stored as ids.
-NOT_OF_A_RUN = {"pair", "chat template", "temperature", "revision"}
+# The facts of that line, in its order.
+STATED = (
+    "pair",
+    "hardware",
+    "dtype",
+    "attention",
+    "versions",
+    "run",
+    "simulated",
+    "training",
+    "targets",
+    "thinking",
+    "temperature",
+    "chat template",
+)
 VERSIONED = ("dflash", "torch", "transformers", "vllm", "sglang", "python")
 
 # By kind, the fields that identify a row; rows of other kinds have any shape.
 KNOWN_BY = {"decode": ("task", "method"), "eval": ("task", "method"), "serving": ("server", "concurrency")}
+# By kind, the facts without which figures cannot be compared. A training run names no pair and is greedy.
+NEEDED = {"run": {"hardware", "dtype", "attention", "versions", "thinking", "command"}}
+NEEDED |= {kind: {*NEEDED["run"], "pair", "chat template", "temperature", "revision"} for kind in KNOWN_BY}
+# How settings of a measurement are written.
+SETTINGS = {"batch_size": "batch {}", "max_new_tokens": "at most {} tokens", "repeats": "medians of {} repeats"}
 
 
 def read_result(path: str | Path) -> dict[str, Any]:
@@ -39,64 +58,82 @@ def read_result(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: The file cannot be read, is no result or has another schema version; the message names the file.
     """
-
-    def refused(what: str) -> ValueError:
-        return ValueError(f"{path} {what} of `dflash bench`, `eval`, `canary` or `train`.")
-
+    path = Path(path)
     try:
-        result = parsed_json(Path(path).read_bytes())
+        result = parsed_json(path.read_bytes())
     except OSError as error:
-        raise refused(f"cannot be read ({error.strerror}): give a result") from error
+        raise _refusal(path, f"cannot be read ({error.strerror}): give a result") from error
     except ValueError as error:
-        raise refused(f"{error}: give a result") from error
-    if isinstance(result, dict) and "schema_version" not in result and Path(path).name == RUN:
+        raise _refusal(path, f"{error}: give a result") from error
+    if not isinstance(result, dict):
+        result = {}
+    if path.name == RUN and "schema_version" not in result:
         result = _of_run(result)
-    version = result.get("schema_version") if isinstance(result, dict) else None
-    if version is None:
-        raise refused("is no result: it has no schema_version; give one")
+    if "schema_version" not in result:
+        raise _refusal(path, "is no result: it has no schema_version; give one")
+    version = result["schema_version"]
     if version != SCHEMA_VERSION:
         raise ValueError(
             f"{path} has schema version {version}, and this version of dflash reads {SCHEMA_VERSION}: measure again."
         )
+    result = {"environment": {}, "decoding": {}, "kind": "", **result}
     for name, shape in (("environment", dict), ("decoding", dict), ("kind", str)):
-        if not isinstance(result.get(name, shape()), shape):
-            raise refused(f"is no result: its {name} is {result[name]!r}; give one")
-    result.setdefault("kind", "dialects" if "fixtures" in result else "")  # the first fixtures named no kind
+        if not isinstance(result[name], shape):
+            raise _refusal(path, f"is no result: its {name} is {result[name]!r}; give one")
     rows = result.get("summary")
     if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):
         rows = []
     for name in KNOWN_BY.get(result["kind"], ()):
-        if not all(name in row for row in rows):
+        if any(name not in row for row in rows):
             raise ValueError(f"{path} is no whole result: a row of its summary has no {name}; measure again.")
     return {**result, "summary": rows}
 
 
+def _refusal(path: Path, problem: str) -> ValueError:
+    return ValueError(f"{path} {problem} of `dflash bench`, `eval`, `canary` or `train`.")
+
+
 def _of_run(facts: dict[str, Any]) -> dict[str, Any]:
+    """The result of a training run. Runs of older versions have recorded less."""
+    points = facts.get("curve") or []
+    best_step = facts.get("best_step")
     names = ("step", "loss", "tau", "tokens_per_step", "accepted_per_block")
-    points = facts.get("curve") or ()
-    rows = [{name: point[name] for name in names if point.get(name) is not None} for point in points]
-    for row in rows:
-        row["is_kept"] = row.get("step") == facts.get("best_step")
-    sizes = {f"{role}_parameters": (facts.get(role) or {}).get("parameters") for role in ("target", "drafter")}
-    of_machine = {name: facts.get(name) for name in ("cpu", "threads", "device", "target_dtype", "attention")}
-    known = {name: value for name, value in of_machine.items() if value is not None}  # earlier runs wrote less
-    environment = {**(facts.get("versions") or {}), **sizes, **known}
-    decoding = {"enable_thinking": (facts.get("settings") or {}).get("thinking")}
-    made = {"schema_version": SCHEMA_VERSION, "kind": "run", "environment": environment, "decoding": decoding}
-    made["training"] = facts
-    command = facts.get("command")  # earlier runs wrote its words
-    made |= {"command": " ".join(command) if isinstance(command, list) else command, "summary": rows}
-    return {**made, "domains": _before_and_after(points, facts.get("best_step"))}
+    rows = []
+    for point in points:
+        row = {name: point[name] for name in names if point.get(name) is not None}
+        row["is_kept"] = row.get("step") == best_step
+        rows.append(row)
+    environment = dict(facts.get("versions") or {})
+    for name in ("cpu", "threads", "device", "target_dtype", "attention"):
+        if facts.get(name) is not None:
+            environment[name] = facts[name]
+    for role in ("target", "drafter"):
+        environment[f"{role}_parameters"] = (facts.get(role) or {}).get("parameters")
+    settings = facts.get("settings") or {}
+    command = facts.get("command")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "run",
+        "environment": environment,
+        "decoding": {"enable_thinking": settings.get("thinking")},
+        "training": facts,
+        "command": " ".join(command) if isinstance(command, list) else command,
+        "summary": rows,
+        "domains": _before_and_after(points, best_step),
+    }
 
 
 def _before_and_after(points: Sequence[dict[str, Any]], best_step: int | None) -> list[Row]:
     """What an adapted drafter accepts of each kind of text at first, and at the step that was kept."""
     measured = [point for point in points if point.get("domains")]
-    kept: Row = next((point["domains"] for point in measured if point.get("step") == best_step), {})
-    return [
-        {"domain": name, "before": before, "after": kept[name]}
-        for name, before in (measured[0]["domains"] if kept else {}).items()
-    ]
+    kept = [point["domains"] for point in measured if point.get("step") == best_step]
+    if not kept:
+        return []
+    rows = []
+    for name, before in measured[0]["domains"].items():
+        after = kept[0][name]
+        rows.append({"domain": name, "before": before, "after": after})
+    return rows
 
 
 def position_rates(histogram: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -104,23 +141,36 @@ def position_rates(histogram: Sequence[int]) -> tuple[list[float], list[float]]:
 
     `histogram` says how many verify steps gave 1, 2, 3, … tokens, the target's own included.
     """
-    reached = list(accumulate(reversed(histogram)))[::-1]  # steps that gave at least 1, 2, 3, … tokens
-    reached = [count for count in reached if count]
-    of_all = [count / reached[0] for count in reached[1:]]
-    of_reached = [count / before for before, count in pairwise(reached)]
+    reached = [sum(histogram[place:]) for place in range(len(histogram))]  # steps with at least 1, 2, 3, … tokens
+    of_all = []
+    of_reached = []
+    for before, steps in pairwise(reached):
+        if steps:
+            of_all.append(steps / reached[0])
+            of_reached.append(steps / before)
     return of_all, of_reached
 
 
 def published(result: dict[str, Any]) -> tuple[dict[str, float], str] | None:
     """The paper's speed-up by task for exactly this pair, temperature and thinking mode, and where it stands."""
     table = _published()
-    temperature = result.get("decoding", {}).get("temperature")
-    measured = [named(result, "target"), named(result, "drafter"), temperature, thinking(result)]
+    measured = {
+        "target": name_of(result, "target"),
+        "drafter": name_of(result, "drafter"),
+        "temperature": result["decoding"].get("temperature"),
+        "thinking": thinking(result),
+    }
     for entry in table["figures"]:
-        if measured == [entry[name] for name in ("target", "drafter", "temperature", "thinking")]:
+        if measured.items() <= entry.items():
             speedups = {task_key(task): speedup for task, speedup, _ in entry["rows"]}
-            return speedups, f"{table['source']}, {entry['where']}: {entry['engine']}, {entry['setup']}"
+            source = f"{table['source']}, {entry['where']}: {entry['engine']}, {entry['setup']}"
+            return speedups, source
     return None
+
+
+@cache
+def _published() -> dict[str, Any]:
+    return json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 
 
 def task_key(task: str) -> str:
@@ -128,15 +178,17 @@ def task_key(task: str) -> str:
     return "".join(letter for letter in task.lower() if letter.isalnum())
 
 
-def named(result: dict[str, Any], role: str) -> str | None:
+def name_of(result: dict[str, Any], role: str) -> str | None:
     """The id of the `target` or `drafter` that was measured, `None` if the file does not say."""
-    parts = (result, result.get("environment", {}), result.get("decoding", {}))
-    return next((part[role] for part in parts if role in part), None)
+    for part in (result, result["environment"], result["decoding"]):
+        if role in part:
+            return part[role]
+    return None
 
 
 def thinking(result: dict[str, Any]) -> bool | None:
     """Whether the chat template asked for thinking, `None` if the file does not say."""
-    decoding = result.get("decoding", {})
+    decoding = result["decoding"]
     return decoding.get("enable_thinking", decoding.get("thinking"))
 
 
@@ -145,113 +197,103 @@ def place_of(environment: dict[str, Any]) -> str:
     threads = environment.get("threads")
     if environment["device"] != "cpu" or threads is None:
         return environment["device"] or ""
-    return f"{threads} thread{'s' * (threads != 1)}"
+    return "1 thread" if threads == 1 else f"{threads} threads"
 
 
-def setup(result: dict[str, Any]) -> dict[str, str | None]:
-    """What the figures of a result depend on, by name; `None` where the file does not say."""
-    environment, decoding = result.get("environment", {}), result.get("decoding", {})
-    is_thinking, device = thinking(result), environment.get("device")
+def setup(result: dict[str, Any]) -> Facts:
+    """What the figures of a result depend on. A fact that its kind needs and the file lacks is `None`."""
+    environment = result["environment"]
+    decoding = result["decoding"]
+    device = environment.get("device")
     if device == "cpu" and "cpu" in environment:
         device = f"{environment['cpu']}, {place_of(environment)}"
-    if "code_for" in environment:
-        device = f"code for an {environment['code_for']}, counted and not run"
-    versions = [environment["engine"]] if environment.get("engine") else []
-    versions += [f"{name} {environment[name]}" for name in VERSIONED if environment.get(name) is not None]
+    temperature = decoding.get("temperature")
+    taus = [row["tau_source"] for row in result["summary"] if row.get("tau_source")]
     facts = {
         "pair": _pair(result),
         "hardware": device,
         "dtype": environment.get("target_dtype", environment.get("dtype")),
         "attention": environment.get("attention"),
-        "versions": ", ".join(versions),
-        "thinking": None if is_thinking is None else "on" if is_thinking else "off",
-        "chat template": None if decoding.get("chat_template") is None else str(decoding["chat_template"]),
-        "temperature": None if decoding.get("temperature") is None else f"{decoding['temperature']:g}",
+        "versions": _versions(environment),
+        "thinking": {None: None, True: "on", False: "off"}[thinking(result)],
+        "chat template": decoding.get("chat_template"),
+        "temperature": None if temperature is None else f"{temperature:g}",
         "command": result.get("command"),
         "revision": result.get("revision"),
+        "run": _settings(decoding),
+        "training": _training(result["training"]) if result["kind"] == "run" else None,
+        "tau by": taus[0] if taus else None,
     }
-    source = next((row["tau_source"] for row in result.get("summary", ()) if row.get("tau_source")), None)
-    some = {"run": _run(decoding), "simulated": _simulated(decoding, environment), **_trained(result)}
-    some["tau by"] = source
-    wanted = facts.keys() - NOT_OF_A_RUN if result.get("kind") == "run" else facts.keys()
-    return {name: value or None for name, value in {**facts, **some}.items() if name in wanted or value}
+    needed = NEEDED.get(result["kind"], ())
+    return {name: str(fact) if fact else None for name, fact in facts.items() if fact or name in needed}
 
 
-def stated(result: dict[str, Any]) -> str:
-    """`setup` in one line, without the command: a long chat template as the start of its SHA-256, and what is not recorded."""
-    facts = setup(result)
-    facts["chat template"] = template_name(facts.get("chat template"))
-    said = {name: facts.get(name) for name in STATED}
-    parts = [str(fact) if name in UNNAMED else f"{name} {fact}" for name, fact in said.items() if fact]
-    missing = [name for name, fact in said.items() if not fact and name in facts]
-    if missing and result.get("kind") in KNOWN_BY:
+def stated(facts: Facts) -> str:
+    """What `setup` gives in one line, without the command, and what is not recorded; a long chat template is shortened."""
+    parts = []
+    for name in STATED:
+        fact = facts.get(name)
+        if fact:
+            fact = template_name(fact) if name == "chat template" else fact
+            parts.append(fact if name in UNNAMED else f"{name} {fact}")
+    missing = [name for name in STATED if name in facts and not facts[name]]
+    if missing:
         parts.append(f"not recorded: {', '.join(missing)}")
     return " · ".join(parts)
 
 
-def template_name(template: str | None) -> str | None:
+def template_name(template: str) -> str:
     """A short chat template as it is, of a long one the start of its SHA-256."""
-    if template is None or len(template) <= LONGEST_TEMPLATE:
+    if len(template) <= LONGEST_TEMPLATE:
         return template
     return f"sha256 {hashlib.sha256(template.encode()).hexdigest()[:8]}"
 
 
 def _pair(result: dict[str, Any]) -> str | None:
-    """Both ids, or at least both sizes."""
-    names = [named(result, role) for role in ("target", "drafter")]
-    sizes = [result.get("environment", {}).get(f"{role}_parameters") for role in ("target", "drafter")]
-    if not any(names) and all(sizes) and "targets" not in result:  # which have sizes of their own
-        return f"target of {_count(sizes[0])} parameters + drafter of {_count(sizes[1])} parameters"
-    return " + ".join(filter(None, names)) or None
+    """The ids of target and drafter, or at least their sizes."""
+    names = []
+    sizes = []
+    for role in ("target", "drafter"):
+        name = name_of(result, role)
+        size = result["environment"].get(f"{role}_parameters")
+        if name:
+            names.append(name)
+        if size:
+            sizes.append(f"{role} of {count(size)} parameters")
+    if len(sizes) == 2 and not names:
+        names = sizes
+    return " + ".join(names) or None
 
 
-def _run(decoding: dict[str, Any]) -> str:
-    words = {"batch_size": "batch {}", "max_new_tokens": "at most {} tokens", "repeats": "medians of {} repeats"}
-    found = {key: decoding[key] for key in words if decoding.get(key) is not None}
-    return ", ".join(words[key].format(found[key]) for key in found if (key, found[key]) != ("repeats", 1))
+def _versions(environment: dict[str, Any]) -> str:
+    versions = [environment.get("engine")]
+    for name in VERSIONED:
+        version = environment.get(name)
+        if version is not None:
+            versions.append(f"{name} {version}")
+    return ", ".join(filter(None, versions))
 
 
-def _simulated(decoding: dict[str, Any], environment: dict[str, Any]) -> str | None:
-    if not decoding.get("is_simulated"):
-        return None
-    size = environment.get("target_parameters")
-    weights = f"random weights ({_count(size)} parameters)" if size else "random weights"
-    tau = decoding.get("stated_tau")
-    return f"simulated: {weights} and a script that accepts {tau} tokens per step; milliseconds are measured"
+def _settings(decoding: dict[str, Any]) -> str:
+    parts = []
+    for name, words in SETTINGS.items():
+        value = decoding.get(name)
+        if value is not None and (name, value) != ("repeats", 1):
+            parts.append(words.format(value))
+    return ", ".join(parts)
 
 
-def _trained(result: dict[str, Any]) -> dict[str, str]:
-    """How a drafter was trained, or what recipes were tried on."""
-    made = result.get("training", {})
-    if result.get("kind") == "run":
-        seconds, settings = made.get("seconds"), made.get("settings") or {}
-        how = "" if seconds is None else f"{seconds / 60:.1f} minutes, seed {settings.get('seed', 0)}"
-        return {"training": ", ".join(filter(None, (made.get("recipe"), how)))}
-    if result.get("kind") == "drafter":
-        target, command = made["target"], made["command"]
-        command = command if isinstance(command, str) else " ".join(command)
-        how = (
-            f"trained on {made['data']['examples']} texts of a {target['class']} of {_count(target['parameters'])} parameters, "
-            f"{made['settings']['steps']} steps, {made['processes']} process{'es' * (made['processes'] > 1)}, {made['seconds'] / 60:.1f} minutes"
-        )
-        return {"training": how, "trained by": command}
-    if result.get("kind") != "training":
-        return {}
-    targets = "; ".join(
-        f"{name}: {target['class']} of {_count(target['parameters'])} parameters, {target['sequences']} texts of its own, "
-        f"{target['held_out']} held-out prompts"
-        for name, target in result["targets"].items()
-    )
-    block = f", block {made['block_size']}" if made["block_size"] else ""  # else the one that a drafter began with
-    sizes = f"{made['steps']} steps of {made['batch_tokens']} tokens{block}"
-    seeds = "one seed" if made["seeds"] == 1 else f"{made['seeds']} seeds, 95 % intervals"
-    return {"targets": targets, "training": f"{sizes}, {seeds}"}
+def _training(facts: dict[str, Any]) -> str:
+    """The recipe of a run, its time and its seed, as far as they are recorded."""
+    parts = [facts.get("recipe")]
+    seconds = facts.get("seconds")
+    if seconds is not None:
+        settings = facts.get("settings") or {}
+        parts.append(f"{seconds / 60:.1f} minutes")
+        parts.append(f"seed {settings.get('seed', 0)}")
+    return ", ".join(filter(None, parts))
 
 
-def _count(parameters: int) -> str:
+def count(parameters: int) -> str:
+    """A number of parameters in millions or thousands."""
     return f"{parameters / 1e6:,.1f} M" if parameters >= 1e6 else f"{parameters / 1e3:.0f} K"
-
-
-@cache
-def _published() -> dict[str, Any]:
-    return json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Runs code that a model wrote, in a process of its own that cannot hang, fill, read or end the caller.
 
-`sandbox_child.py` confines the process; here are its wall clock, its empty folder, its tests and its end.
+`sandbox_child.py` confines the process. This file starts it in an empty folder, hands it its tests, and ends it in time.
 """
 
 import contextlib
@@ -81,10 +81,12 @@ def why_unconfined() -> str | None:
 
 def _run(source: str, stdin: str, limits: Limits, tests: str) -> Outcome:
     with contextlib.ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dflash-")))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dflash-"))
+        place = Path(folder)
         if os.geteuid() == 0:
             place.chmod(0o755)  # the program runs as another user
-        program, work = place / "program.py", place / "work"
+        program = place / "program.py"
+        work = place / "work"
         work.mkdir()
         program.write_text(source, encoding="utf-8", errors="replace")
         (place / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
@@ -116,13 +118,18 @@ def _run(source: str, stdin: str, limits: Limits, tests: str) -> Outcome:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # all processes of the session
             process.wait()
-        output_text = (place / "stdout").read_bytes()[: limits.file_bytes].decode(errors="replace")
-        errors_text = (place / "stderr").read_bytes()[-2000:].decode(errors="replace")
-        return Outcome(status, output_text, errors_text, passed.result())
+        written = (place / "stdout").read_bytes()[: limits.file_bytes]
+        problems = (place / "stderr").read_bytes()[-2000:]
+        return Outcome(
+            status,
+            written.decode(errors="replace"),
+            problems.decode(errors="replace"),
+            passed.result(),
+        )
 
 
 def _examine(channel: socket.socket, tests: bytes) -> bool:
-    """Gives a program its tests once it has run, and says whether it reached their end: then it sends a word back.
+    """Gives a program its tests once it has run; returns whether it reached their end, where it sends a secret word back.
 
     The program could not know the word before, wherever it looks in its process.
     """

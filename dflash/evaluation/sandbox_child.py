@@ -24,6 +24,7 @@ import sys
 import types
 from builtins import compile, exec  # a program may replace those of `builtins` before its tests run
 from collections.abc import Sequence
+from typing import Any
 
 
 # What CPython and its extension modules ask of the kernel. Names that this machine does not know are skipped.
@@ -45,6 +46,21 @@ WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
 CLONE_THREAD = 0x00010000
 THREAD_FLAGS = 0x007D0F00  # all that a C library sets for a thread
 PR_SET_NAME, PR_GET_NAME, PR_SET_NO_NEW_PRIVS = 15, 16, 38
+
+# Calls that are allowed with certain arguments: the place of each, those of its bits that count, and what they must be.
+CONDITIONAL: list[tuple[Any, ...]] = [
+    ("open", (1, WRITING, os.O_RDONLY)),
+    ("openat", (2, WRITING, os.O_RDONLY)),
+    ("clone", (0, WHOLE ^ THREAD_FLAGS | CLONE_THREAD, CLONE_THREAD)),
+    ("prlimit64", (0, WHOLE, 0), (2, 2**64 - 1, 0)),  # getrlimit() of its own
+    ("prctl", (0, WHOLE, PR_SET_NAME)),
+    ("prctl", (0, WHOLE, PR_GET_NAME)),
+    ("fcntl", (1, WHOLE, fcntl.F_DUPFD)),
+    ("fcntl", (1, WHOLE, fcntl.F_DUPFD_CLOEXEC)),
+    ("fcntl", (1, WHOLE, fcntl.F_GETFD)),
+    ("fcntl", (1, WHOLE, fcntl.F_SETFD)),
+    ("fcntl", (1, WHOLE, fcntl.F_GETFL)),
+]
 
 # libseccomp.
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -86,8 +102,13 @@ def confine(program: str) -> None:
 
 def readable_paths(program: str) -> list[str]:
     """The program's folder, Python's modules and the libraries that they load."""
-    libraries = [os.path.join(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix)]
-    paths = [os.path.dirname(program), *sys.path, *libraries, *SYSTEM_FILES]
+    paths = [
+        os.path.dirname(program),
+        *sys.path,
+        os.path.join(sys.prefix, "lib"),
+        os.path.join(sys.base_prefix, "lib"),
+        *SYSTEM_FILES,
+    ]
     return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
 
 
@@ -96,12 +117,15 @@ def deny_other_files(libc: ctypes.CDLL, paths: Sequence[str]) -> None:
     version = libc.syscall(CREATE_RULESET, None, 0, 1)
     if version < 1:
         return
-    rights = (1 << NUM_RIGHTS[min(version, len(NUM_RIGHTS)) - 1]) - 1
-    ruleset = libc.syscall(CREATE_RULESET, struct.pack("Q", rights), 8, 0)
+    num_rights = NUM_RIGHTS[min(version, len(NUM_RIGHTS)) - 1]
+    all_rights = 2**num_rights - 1
+    ruleset = libc.syscall(CREATE_RULESET, struct.pack("Q", all_rights), 8, 0)
     for path in paths:
-        granted = READ_FILE | READ_FOLDER if os.path.isdir(path) else READ_FILE
+        rights = READ_FILE
+        if os.path.isdir(path):
+            rights |= READ_FOLDER
         place = os.open(path, os.O_PATH)
-        libc.syscall(ADD_RULE, ruleset, 1, struct.pack("=Qi", granted, place), 0)
+        libc.syscall(ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, place), 0)
         os.close(place)
     if libc.syscall(RESTRICT_SELF, ruleset, 0) != 0:
         raise OSError(f"Landlock cannot be used here: {os.strerror(ctypes.get_errno())}")
@@ -118,9 +142,13 @@ def drop_root(libc: ctypes.CDLL, paths: Sequence[str]) -> None:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, 0, 0)  # `access` answers for the first of the three
-            user = NOBODY if all(os.access(path, os.R_OK) for path in paths) else 0
+            user = NOBODY
+            for path in paths:
+                if not os.access(path, os.R_OK):
+                    user = 0
             os.setresuid(user, user, user)
-    if libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24)) != 0:
+    header = struct.pack("Ii", CAPABILITY_VERSION, 0)
+    if libc.capset(header, bytes(24)) != 0:
         raise OSError(f"capabilities cannot be dropped here: {os.strerror(ctypes.get_errno())}")
 
 
@@ -144,16 +172,9 @@ def add_rules(seccomp: ctypes.CDLL, rules: ctypes.c_void_p) -> None:
         _add_rule(seccomp, rules, ALLOW, name)
     for name, error in FALLBACKS.items():
         _add_rule(seccomp, rules, REFUSE | error, name)
-    # After the name: an argument's place, those of its bits that count, and what they must be.
-    _add_rule(seccomp, rules, ALLOW, "open", (1, WRITING, os.O_RDONLY))
-    _add_rule(seccomp, rules, ALLOW, "openat", (2, WRITING, os.O_RDONLY))
-    _add_rule(seccomp, rules, ALLOW, "clone", (0, WHOLE ^ THREAD_FLAGS | CLONE_THREAD, CLONE_THREAD))
+    for name, *conditions in CONDITIONAL:
+        _add_rule(seccomp, rules, ALLOW, name, *conditions)
     _add_rule(seccomp, rules, ALLOW, "tgkill", (0, WHOLE, os.getpid()))  # abort()
-    _add_rule(seccomp, rules, ALLOW, "prlimit64", (0, WHOLE, 0), (2, 2**64 - 1, 0))  # getrlimit() of its own
-    for option in (PR_SET_NAME, PR_GET_NAME):
-        _add_rule(seccomp, rules, ALLOW, "prctl", (0, WHOLE, option))
-    for command in (fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL):
-        _add_rule(seccomp, rules, ALLOW, "fcntl", (1, WHOLE, command))
 
 
 def _add_rule(
@@ -162,8 +183,10 @@ def _add_rule(
     number = seccomp.seccomp_syscall_resolve_name(name.encode())
     if number == -1:  # newer than this libseccomp
         return
-    compared = b"".join(struct.pack("IIQQ", place, MASKED_EQUAL, bits, value) for place, bits, value in conditions)
-    error = seccomp.seccomp_rule_add_array(rules, action, number, len(conditions), compared)
+    packed = b""
+    for place, bits, value in conditions:
+        packed += struct.pack("IIQQ", place, MASKED_EQUAL, bits, value)
+    error = seccomp.seccomp_rule_add_array(rules, action, number, len(conditions), packed)
     if error != 0:
         raise OSError(f"libseccomp takes no rule for {name}: {os.strerror(-error)}")
 

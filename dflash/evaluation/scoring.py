@@ -1,4 +1,4 @@
-"""Whether an answer is right: mathematics by `math-verify`, code by running the task's own tests under limits."""
+"""Decides whether an answer is right: mathematics by `math-verify`, code by running the task's own tests under limits."""
 
 import base64
 import io
@@ -30,7 +30,7 @@ MAX_INFLATED_BYTES = 2**29
 
 
 def is_right(scorer: str, answer: str, reference: Any, limits: Limits | None = None) -> bool:
-    """Whether `answer`, without its part before `</think>`, is right by a scorer of [`SCORERS`]; no answer raises."""
+    """Whether `answer`, without its part before `</think>`, is right by a scorer of [`SCORERS`]. It raises for no answer."""
     final = answer.rsplit("</think>", 1)[-1]
     if final.lstrip().startswith("<think>"):  # cut before the thinking ended
         return False
@@ -40,42 +40,55 @@ def is_right(scorer: str, answer: str, reference: Any, limits: Limits | None = N
 def check_scorers(scorers: Iterable[str], unsafe_code: bool = False) -> None:
     """Raises ValueError with the remedy if one of these scorers cannot work here.
 
-    Those of code cannot where a program cannot be confined, unless `unsafe_code` runs it all the same.
+    Scorers of code need a system that can confine a program, unless `unsafe_code` is set.
     """
-    wanted = set(scorers)
+    names = set(scorers)
     unscored = "leave the answers unscored with --no-score"
-    if "math" in wanted and find_spec("math_verify") is None:
-        said = f"Mathematics is scored by math-verify, which is not installed: run {INSTALL_EXTRAS} in the checkout of dflash"
-        raise ValueError(f"{said}, or {unscored}.")
-    if not wanted - {"math"}:
+    if "math" in names and find_spec("math_verify") is None:
+        raise ValueError(
+            f"Mathematics is scored by math-verify, which is not installed: run {INSTALL_EXTRAS} in the checkout of dflash, or "
+            f"{unscored}."
+        )
+    if names <= {"math"}:
         return
     if os.name != "posix":
         raise ValueError(f"Code is run under limits that {sys.platform} lacks: use Linux or macOS, or {unscored}.")
     problem = None if unsafe_code else why_unconfined()
     if problem is not None:
-        said = f"Code that the target writes cannot be confined here ({problem})"
-        raise ValueError(f"{said}: {unscored}, or run it all the same with --unsafe-code.")
+        raise ValueError(
+            f"Code that the target writes cannot be confined here ({problem}): {unscored}, or run it all the same with "
+            "--unsafe-code."
+        )
 
 
 def _math(answer: str, reference: str, limits: Limits) -> bool:
     r"""Equal as mathematics: \boxed{…}, `#### n`, or a number named as the answer."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    if "\\boxed" not in answer and "####" in answer:
-        line = answer.rsplit("####", 1)[1].strip().split("\n")[0]
-        answer = f"\\boxed{{{line.replace(',', '').replace('$', '').rstrip('. ')}}}"
+    _, hashes, result = answer.rpartition("####")
+    if hashes and "\\boxed" not in answer:
+        line = result.strip().split("\n")[0]
+        number = re.sub(r"[,$]", "", line).rstrip(". ")
+        answer = f"\\boxed{{{number}}}"
     # The last number alone would be a chance hit in an answer that was cut.
-    named = {"try_extract_without_anchor": False}
-    configs = [LatexExtractionConfig(**named), ExprExtractionConfig(**named)]
-    return bool(verify(parse(f"${reference}$"), parse(answer, extraction_config=configs)))
+    configs = [
+        LatexExtractionConfig(try_extract_without_anchor=False),
+        ExprExtractionConfig(try_extract_without_anchor=False),
+    ]
+    expected = parse(f"${reference}$")
+    parsed = parse(answer, extraction_config=configs)
+    return bool(verify(expected, parsed))
 
 
 def _humaneval(answer: str, reference: Mapping[str, str], limits: Limits) -> bool:
-    name, prompt = reference["entry_point"], reference["prompt"]
-    code = extract_code(answer, f"def {name}")
+    name = reference["entry_point"]
+    head = f"def {name}"
+    code = extract_code(answer, head)
     # The prompt's imports and helpers come first; its unfinished function is valid with its docstring alone.
-    program = f"{prompt}\n{code}" if f"def {name}" in code else f"{prompt}{code}"
-    return _passes(program, f"{reference['test']}\n\ncheck({name})", limits)
+    between = "\n" if head in code else ""
+    program = reference["prompt"] + between + code
+    tests = f"{reference['test']}\n\ncheck({name})"
+    return _passes(program, tests, limits)
 
 
 def _mbpp(answer: str, reference: Mapping[str, Any], limits: Limits) -> bool:
@@ -85,12 +98,18 @@ def _mbpp(answer: str, reference: Mapping[str, Any], limits: Limits) -> bool:
 
 
 def _livecodebench(answer: str, reference: Mapping[str, str], limits: Limits) -> bool:
-    program, tests = f"{PREAMBLE}{extract_code(answer)}", _livecodebench_tests(reference)
+    program = PREAMBLE + extract_code(answer)
+    tests = _livecodebench_tests(reference)
     if any(test["testtype"] == "functional" for test in tests):
-        name = (json.loads(reference["metadata"] or "{}") or {}).get("func_name", "")
-        arguments = [[json.loads(line) for line in test["input"].split("\n")] for test in tests]
-        results = _results(program, name, arguments, limits)
-        return results == [json.loads(test["output"]) for test in tests]
+        metadata = json.loads(reference["metadata"] or "{}") or {}
+        name = metadata.get("func_name", "")
+        arguments = []
+        expected = []
+        for test in tests:
+            lines = test["input"].split("\n")
+            arguments.append(list(map(json.loads, lines)))
+            expected.append(json.loads(test["output"]))
+        return _results(program, name, arguments, limits) == expected
     for test in tests:
         outcome = run_program(program, test["input"], limits)
         if outcome.status != 0 or _lines(outcome.output) != _lines(test["output"]):
@@ -127,9 +146,11 @@ def _results(program: str, name: str, arguments: Sequence[Sequence[Any]], limits
         "print(_json.dumps(_results))"
     )
     outcome = run_program(program, limits=limits, tests=calls)
-    last_line = outcome.output.rstrip("\n").rsplit("\n", 1)[-1]
+    if outcome.status != 0 or not outcome.passed:
+        return None
+    *_, last_line = outcome.output.rstrip("\n").split("\n")
     try:
-        return json.loads(last_line) if outcome.status == 0 and outcome.passed else None
+        return json.loads(last_line)
     except (ValueError, RecursionError):
         return None
 
@@ -143,10 +164,10 @@ def _livecodebench_tests(reference: Mapping[str, str]) -> list[dict[str, str]]:
     """Public and private tests; the private ones are JSON, or that pickled as a string, compressed and in base64."""
     private = reference["private_test_cases"]
     try:
-        hidden = json.loads(private)
+        tests = json.loads(private)
     except json.JSONDecodeError:
-        hidden = _unpacked(private)
-    return [*json.loads(reference["public_test_cases"]), *hidden]
+        tests = _unpacked(private)
+    return json.loads(reference["public_test_cases"]) + tests
 
 
 def _unpacked(private: str) -> list[dict[str, str]]:
@@ -158,8 +179,9 @@ def _unpacked(private: str) -> list[dict[str, str]]:
             raise ValueError(f"they inflate to more than {MAX_INFLATED_BYTES} bytes")
         return json.loads(_StringUnpickler(io.BytesIO(pickled)).load())
     except Exception as error:  # a pickle of junk raises anything
-        said = f"The private tests of a row of LiveCodeBench cannot be read ({first_line(error)})"
-        raise ValueError(f"{said}: get the data set again.") from error
+        raise ValueError(
+            f"The private tests of a row of LiveCodeBench cannot be read ({first_line(error)}): get the data set again."
+        ) from error
 
 
 class _StringUnpickler(pickle.Unpickler):

@@ -1,9 +1,8 @@
-"""Each method's answers to each question: asked in turns, under the clock, and scored."""
+"""Asks each method each question, in turns and under the clock, and scores the answers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,9 +11,10 @@ from dflash.common.messages import first_line
 from dflash.common.plain_text import check_text
 
 from .backends import Begin
-from .measurements import Measurement, measured, summarise, take_turns
+from .measurements import Measurement, measured, rounded, summarise, take_turns
 from .memory import PeakMemory
 from .methods import Method
+from .results import Row
 from .sandbox import Limits
 from .scoring import is_right
 from .tasks import TASKS, Question
@@ -41,7 +41,7 @@ class TaskAnswer(Measurement):
 def chat_encoder(tokenizer: Any, thinking: bool = False, chat_template: bool = True) -> Encode:
     """A function that encodes dialogues in the tokenizer's chat template; without a template, turns are paragraphs.
 
-    It raises ValueError for a prompt that is no text, a template that does not take it, and one that leaves it out.
+    It raises ValueError for a prompt that is no text, for a template that fails, and for a template that leaves the prompt out.
     """
 
     def encode(messages: list[dict[str, str]]) -> torch.Tensor:
@@ -51,18 +51,24 @@ def chat_encoder(tokenizer: Any, thinking: bool = False, chat_template: bool = T
             text = "\n\n".join(message["content"] for message in messages)
             return tokenizer(text, return_tensors="pt")["input_ids"]
         text = in_template(messages)
-        last = messages[-1]
-        if text == in_template([*messages[:-1], {**last, "content": f"{last['content']} again"}]):
+        *earlier, last = messages
+        longer = {**last, "content": f"{last['content']} again"}
+        if text == in_template([*earlier, longer]):
             raise ValueError(f"The target's chat template writes nothing of the prompt: {TEMPLATE_REMEDY}.")
         return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
 
     def in_template(messages: list[dict[str, str]]) -> str:
-        how = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": thinking}
         try:
-            return str(tokenizer.apply_chat_template(messages, **how))
+            return tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=thinking,
+            )
         except Exception as error:  # a template is a program: it can raise anything
-            said = f"The target's chat template does not take the prompt ({first_line(error)})"
-            raise ValueError(f"{said}: {TEMPLATE_REMEDY}.") from error
+            raise ValueError(
+                f"The target's chat template does not take the prompt ({first_line(error)}): {TEMPLATE_REMEDY}."
+            ) from error
 
     return encode
 
@@ -85,67 +91,85 @@ def answer_questions(
     `max_prompt_tokens`; if that is the first, it has no answers. Answers that are programs run confined, or raise where
     this system cannot confine them, unless `unsafe_code` runs them all the same.
     """
+    limits = Limits(unsafe_code=unsafe_code)
     is_warm = False
     for number, question in enumerate(questions):
         messages = [dict(message) for message in question.before]
         answers: list[TaskAnswer] = []
-        sessions: list[dict[str, Method]] = []
-        for turn, said in enumerate(question.turns):
-            messages.append({"role": "user", "content": said})
+        dialogues: list[dict[str, Method]] = []  # the methods of each repeat
+        for turn, content in enumerate(question.turns):
+            messages.append({"role": "user", "content": content})
             input_ids = encode(messages)
             if max_prompt_tokens is not None and input_ids.shape[1] > max_prompt_tokens:
                 break
             if not is_warm:
                 take_turns(begin(), input_ids, 0)
                 is_warm = True
-            sessions = sessions or [begin() for _ in range(repeats)]
+            if not dialogues:
+                dialogues = [begin() for _ in range(repeats)]
             peaks: dict[str, int] = {}
             rounds = []
-            for repeat, methods in enumerate(sessions):
-                if memory is not None:
-                    methods = {name: partial(_watched, memory, peaks, name, run) for name, run in methods.items()}
-                rounds.append(take_turns(methods, input_ids, number + repeat))
+            for repeat, methods in enumerate(dialogues):
+                watched = methods if memory is None else _watched(methods, memory, peaks)
+                rounds.append(take_turns(watched, input_ids, number + repeat))
             texts = {
                 name: tokenizer.decode(run.token_ids, skip_special_tokens=True) for name, run in rounds[0].items()
             }
-            scores: dict[str, bool] = {}
-            if turn == len(question.turns) - 1:
-                scores = _scores(question, texts, Limits(unsafe_code=unsafe_code))
-            for one in measured(question.task, turn, rounds):
-                score, peak, text = scores.get(one.method), peaks.get(one.method), texts[one.method]
-                known: dict[str, Any] = {"row": question.index, "turn": turn, "category": question.category}
-                answers.append(TaskAnswer(**vars(one), **known, score=score, peak_memory_bytes=peak, text=text))
+            is_last = turn == len(question.turns) - 1
+            scores = _scores(question, texts, limits) if is_last else {}
+            for measurement in measured(question.task, turn, rounds):
+                answers.append(
+                    TaskAnswer(
+                        **vars(measurement),
+                        row=question.index,
+                        turn=turn,
+                        category=question.category,
+                        score=scores.get(measurement.method),
+                        peak_memory_bytes=peaks.get(measurement.method),
+                        text=texts[measurement.method],
+                    )
+                )
             messages.append({"role": "assistant", "content": next(iter(texts.values()))})
         yield answers
 
 
-def _watched(
-    memory: PeakMemory, peaks: dict[str, int], name: str, method: Method, input_ids: torch.Tensor
-) -> TimedRun:
-    """The method's run; `peaks` takes its peak memory."""
-    memory.reset()
-    run = method(input_ids)
-    peaks[name] = max(peaks.get(name, 0), memory.read())
-    return run
+def _watched(methods: dict[str, Method], memory: PeakMemory, peaks: dict[str, int]) -> dict[str, Method]:
+    """The methods; `peaks` takes the peak memory of each one's runs."""
+
+    def run(name: str, input_ids: torch.Tensor) -> TimedRun:
+        memory.reset()
+        timed = methods[name](input_ids)
+        peaks[name] = max(peaks.get(name, 0), memory.read())
+        return timed
+
+    return {name: partial(run, name) for name in methods}
 
 
 def _scores(question: Question, texts: dict[str, str], limits: Limits) -> dict[str, bool]:
     """Whether each method's text is right, equal texts scored once; empty without a reference."""
-    scorer = TASKS[question.task].scorer if question.task in TASKS else None
-    if scorer is None or question.reference is None:
+    task = TASKS.get(question.task)
+    if task is None or task.scorer is None or question.reference is None:
         return {}
-    right = {text: is_right(scorer, text, question.reference, limits) for text in set(texts.values())}
+    right = {}
+    for text in set(texts.values()):
+        right[text] = is_right(task.scorer, text, question.reference, limits)
     return {name: right[text] for name, text in texts.items()}
 
 
-def summarise_answers(answers: Sequence[TaskAnswer]) -> list[dict[str, Any]]:
+def summarise_answers(answers: Sequence[TaskAnswer]) -> list[Row]:
     """The rows of [`summarise`] with the share of right answers (`score`) among `scored`, and the peak memory."""
     rows = summarise(answers)
     for row in rows:
-        chosen = [a for a in answers if a.task == row["task"] and a.method == row["method"]]
-        scores = [answer.score for answer in chosen if answer.score is not None]
-        peaks = [answer.peak_memory_bytes for answer in chosen if answer.peak_memory_bytes is not None]
-        row["score"] = round(sum(scores) / len(scores), 4) if scores else None
+        scores: list[bool] = []
+        peaks: list[int] = []
+        for answer in answers:
+            if (answer.task, answer.method) != (row["task"], row["method"]):
+                continue
+            if answer.score is not None:
+                scores.append(answer.score)
+            if answer.peak_memory_bytes is not None:
+                peaks.append(answer.peak_memory_bytes)
+        row["score"] = rounded(sum(scores) / len(scores)) if scores else None
         row["scored"] = len(scores)
         row["peak_memory_bytes"] = max(peaks, default=None)
     return rows
@@ -153,16 +177,27 @@ def summarise_answers(answers: Sequence[TaskAnswer]) -> list[dict[str, Any]]:
 
 def numbered(answers: Iterable[TaskAnswer]) -> list[TaskAnswer]:
     """Answers in the order of tasks, rows and turns; each turn of each question has its own `prompt_index`."""
-    order = {name: place for place, name in enumerate(TASKS)}
-    ordered = sorted(answers, key=lambda a: (order.get(a.task, len(order)), a.task, a.row, a.turn))
-    turns = groupby(ordered, key=lambda a: (a.task, a.row, a.turn))
-    return [replace(answer, prompt_index=index) for index, (_, group) in enumerate(turns) for answer in group]
+    order = {task: number for number, task in enumerate(TASKS)}
+
+    def place(answer: TaskAnswer) -> tuple[Any, ...]:
+        number = order.get(answer.task, len(order))
+        return number, answer.task, answer.row, answer.turn
+
+    indices: dict[Any, int] = {}
+    ordered = []
+    for answer in sorted(answers, key=place):
+        index = indices.setdefault(place(answer), len(indices))
+        ordered.append(replace(answer, prompt_index=index))
+    return ordered
 
 
-def by_category(answers: Sequence[TaskAnswer]) -> list[dict[str, Any]]:
+def by_category(answers: Sequence[TaskAnswer]) -> list[Row]:
     """[`summarise_answers`] for each category of the tasks that have them."""
-    kinds = [replace(a, task=f"{a.task}/{a.category}") for a in answers if a.category is not None]
-    rows = summarise_answers(kinds)
-    for row in rows:
-        row["task"], row["category"] = row["task"].split("/", 1)
+    categories: dict[tuple[str, str], list[TaskAnswer]] = {}
+    for answer in answers:
+        if answer.category is not None:
+            categories.setdefault((answer.task, answer.category), []).append(answer)
+    rows = []
+    for (_, category), chosen in categories.items():
+        rows += [{**row, "category": category} for row in summarise_answers(chosen)]
     return rows

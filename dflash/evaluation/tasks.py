@@ -3,14 +3,14 @@
 Prompts are those of the paper's published benchmark.
 """
 
-import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from dflash.common.messages import first_line
 
@@ -18,6 +18,7 @@ from .results import task_key
 
 
 Row = Mapping[str, Any]
+Message = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Question:
     turns: tuple[str, ...]  # the user's messages; each follows the answers to those before it
     reference: Any = None  # what the scorer compares the last answer with; `None` if the row has no answer
     category: str | None = None  # in tasks that have several
-    before: tuple[Mapping[str, str], ...] = ()  # messages of role and content that stand before the turns
+    before: tuple[Message, ...] = ()  # messages of role and content that stand before the turns
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Task:
-    """A data set and the questions of its rows."""
+    """Where a task's rows are published, the forms that turn a row into a question, and who scores the answers."""
 
     name: str
     local_file: str  # where its rows are below a `--data-root`; `NAME.jsonl` is tried too
@@ -83,24 +84,31 @@ def load_questions(
     task = known_task(name)
     rows = _published_rows(task) if data_root is None else _local_rows(task, Path(data_root).expanduser())
     form = _form(task, rows.column_names)
-    rows = rows.select_columns([column for column in rows.column_names if column in {*form.columns, "category"}])
-    order = random.Random(seed).sample(range(len(rows)), len(rows)) if num_prompts is not None else range(len(rows))
+    needed = {*form.columns, "category"}
+    columns = [column for column in rows.column_names if column in needed]
+    rows = rows.select_columns(columns)
+    order = list(range(len(rows)))
+    if num_prompts is not None:
+        order = random.Random(seed).sample(order, len(order))
     questions: list[Question] = []
     for index in order:
         if len(questions) == num_prompts:
             break
         row = rows[index]
-        if turns := tuple(form.turns(row)):
-            questions.append(Question(name, index, turns, form.reference(row), row.get("category")))
+        turns = tuple(form.turns(row))
+        if turns:
+            reference = form.reference(row)
+            question = Question(name, index, turns, reference, row.get("category"))
+            questions.append(question)
     if not questions:
         raise ValueError(f"None of the {len(rows)} rows of {name} can be asked: see {task.source}.")
     return sorted(questions, key=lambda question: question.index)
 
 
 def questions_of_prompts(
-    name: str, dialogues: Sequence[Sequence[Mapping[str, str]]], num_prompts: int | None = None, seed: int = 0
+    name: str, dialogues: Sequence[Sequence[Message]], num_prompts: int | None = None, seed: int = 0
 ) -> list[Question]:
-    """Questions of one's own, without an answer to score: all of `dialogues`, or as many of them as in [`load_questions`].
+    """Questions without an answer to score: all of `dialogues`, or `num_prompts` of them, chosen as in [`load_questions`].
 
     Each dialogue is a list of messages of role and content. Its last one is asked, after those before it as they are.
 
@@ -108,13 +116,15 @@ def questions_of_prompts(
         ValueError: for a `name` that a task has, because results are kept under it, or a dialogue whose last message is not
             the user's.
     """
-    if (task := next((task for task in TASKS if task_key(task) == task_key(name)), None)) is not None:
-        raise ValueError(
-            f"The prompts {name} have the name of the task {task}, under which results are kept: rename their file, or read "
-            f"it with --tasks {task} --data-root FOLDER."
-        )
+    for task in TASKS:
+        if task_key(task) == task_key(name):
+            raise ValueError(
+                f"The prompts {name} have the name of the task {task}, under which results are kept: rename their file, or "
+                f"read it with --tasks {task} --data-root FOLDER."
+            )
+    order = random.Random(seed).sample(range(len(dialogues)), len(dialogues))
     questions = []
-    for index in sorted(random.Random(seed).sample(range(len(dialogues)), len(dialogues))[:num_prompts]):
+    for index in sorted(order[:num_prompts]):
         *before, last = dialogues[index]
         if last["role"] != "user":
             raise ValueError(
@@ -134,8 +144,10 @@ def _published_rows(task: Task) -> Any:
                 return datasets.load_dataset("json", data_files=list(task.files), split="train")
             return datasets.load_dataset(task.hub_id, task.config, split=task.split)
     except (OSError, ValueError) as error:
-        said = f"The data set {task.address} of {task.name} cannot be read ({first_line(error)})"
-        raise OSError(f"{said}: pass --data-root with a folder that holds {task.local_file}.") from error
+        raise OSError(
+            f"The data set {task.address} of {task.name} cannot be read ({first_line(error)}): pass --data-root with a folder "
+            f"that holds {task.local_file}."
+        ) from error
 
 
 @contextmanager
@@ -146,31 +158,32 @@ def _cache_alone_without_hub() -> Iterator[None]:
 
     from dflash.common.hub import hub_answers
 
-    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    if not hub_answers():
-        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
-    try:
+    with ExitStack() as patches:
+        if not hub_answers():
+            for module in (datasets.config, constants):
+                patches.enter_context(mock.patch.object(module, "HF_HUB_OFFLINE", True))
         yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
 def _local_rows(task: Task, root: Path) -> Any:
     """The rows of a file below `root`."""
     import datasets
 
-    candidates = (task.local_file, f"{task.name}.jsonl")
-    path = next((root / name for name in candidates if (root / name).is_file()), None)
+    names = [task.local_file, f"{task.name}.jsonl"]
+    files = " or ".join(names)
+    paths = [root / name for name in names]
+    paths = [path for path in paths if path.is_file()]
     if not root.is_dir():
-        raise FileNotFoundError(f"--data-root {root} is no folder: name the one that holds {' or '.join(candidates)}.")
-    if path is None:
-        raise FileNotFoundError(f"{root} holds no rows of {task.name}: put them into {' or '.join(candidates)} there.")
+        raise FileNotFoundError(f"--data-root {root} is no folder: name the one that holds {files}.")
+    if not paths:
+        raise FileNotFoundError(f"{root} holds no rows of {task.name}: put them into {files} there.")
+    remedy = f"get the data set {task.address} again"
     try:
-        return datasets.load_dataset("json", data_files=str(path), split="train")
+        return datasets.load_dataset("json", data_files=str(paths[0]), split="train")
     except StopIteration as error:  # what the library makes of no bytes
-        raise ValueError(f"{path} is empty: get the data set {task.address} again.") from error
+        raise ValueError(f"{paths[0]} is empty: {remedy}.") from error
     except (ValueError, RecursionError, datasets.exceptions.DatasetGenerationError) as error:
-        raise ValueError(f"{path} is not JSON, a row a line: get the data set {task.address} again.") from error
+        raise ValueError(f"{paths[0]} is not JSON, a row a line: {remedy}.") from error
 
 
 def _form(task: Task, columns: Sequence[str]) -> Form:
@@ -179,25 +192,27 @@ def _form(task: Task, columns: Sequence[str]) -> Form:
         if set(form.columns) <= set(columns):
             return form
     wanted = " or ".join(", ".join(form.columns) for form in task.forms)
-    said = f"The rows of {task.name} have no columns {wanted}; there are {', '.join(columns)}"
-    raise ValueError(f"{said}: get {task.address} again.")
+    raise ValueError(
+        f"The rows of {task.name} have no columns {wanted}; there are {', '.join(columns)}: get {task.address} again."
+    )
 
 
 def _mathematics(column: str, answer: Callable[[Any], str | None] = str) -> Form:
     """Rows with a problem in `column`; `answer` reads the result from the column of that name."""
-    asked = "Please reason step by step, and put your final answer within \\boxed{}."
-    return Form((column, "answer"), lambda row: [f"{row[column]}\n{asked}"], lambda row: answer(row["answer"]))
+    task = "Please reason step by step, and put your final answer within \\boxed{}."
+    return Form((column, "answer"), lambda row: [f"{row[column]}\n{task}"], lambda row: answer(row["answer"]))
 
 
 def _after_hashes(solution: str) -> str | None:
     """The number after `####`, with which GSM8K ends a solution."""
-    return solution.rsplit("####", 1)[1].strip().replace(",", "") if "####" in solution else None
+    _, hashes, number = solution.rpartition("####")
+    return number.strip().replace(",", "") if hashes else None
 
 
 def _prompt_alone(row: Row) -> list[str]:
     """The user's message in a prompt that is already in the ChatML template."""
-    spoken = re.findall(r"<\|im_start\|>user\n(.*?)(?:<\|im_end\|>|\Z)", row["prompt"], re.DOTALL)
-    return [spoken[-1].strip() if spoken else row["prompt"]]
+    messages = re.findall(r"<\|im_start\|>user\n(.*?)(?:<\|im_end\|>|\Z)", row["prompt"], re.DOTALL)
+    return [messages[-1].strip() if messages else row["prompt"]]
 
 
 def _aime_reference(row: Row) -> str | None:
@@ -209,18 +224,17 @@ def _alpaca(row: Row) -> list[str]:
 
 
 def _humaneval(row: Row) -> list[str]:
-    asked = "Write a solution to the following problem and make sure that it passes the tests:"
-    return [f"{asked}\n```python\n{row['prompt']}\n```"]
+    task = "Write a solution to the following problem and make sure that it passes the tests:"
+    return [f"{task}\n```python\n{row['prompt']}\n```"]
 
 
 def _livecodebench(row: Row) -> list[str]:
-    wanted, code = "Write your code in the following format:", "# YOUR CODE HERE"
-    if row["starter_code"]:
-        wanted, code = "Use the following code structure:", row["starter_code"]
+    code = row["starter_code"] or "# YOUR CODE HERE"
+    task = "Use the following code structure:" if row["starter_code"] else "Write your code in the following format:"
     return [
         "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
         "correct Python program that matches the specification and passes all tests. You will NOT return anything "
-        f"except for the program\n\n### Question:\n{row['question_content']}\n\n### Format: {wanted}\n"
+        f"except for the program\n\n### Question:\n{row['question_content']}\n\n### Format: {task}\n"
         f"```python\n{code}\n```\n\n### Answer: (use the provided format with backticks)"
     ]
 
@@ -235,46 +249,128 @@ def _mbpp_tests(row: Row) -> dict[str, Any]:
     return {"setup": setup, "tests": row["test_list"]}
 
 
+def _turns(row: Row) -> Sequence[str]:
+    return row["turns"]
+
+
 def _spec_bench_reference(row: Row) -> str | None:
     """Its `math_reasoning` rows are GSM8K's."""
-    return _after_hashes(row["reference"][0]) if row["category"] == "math_reasoning" and row["reference"] else None
+    is_scored = row["category"] == "math_reasoning" and row["reference"]
+    return _after_hashes(row["reference"][0]) if is_scored else None
 
 
 def _speed_bench(row: Row) -> Sequence[str]:
     # Replaces text in the public rows that its licence does not allow there; NVIDIA's specdec_bench fetches it.
     mask = "FULL BENCHMARK DATA SHOULD BE FETCHED"
-    return [] if any(mask in turn for turn in row["turns"]) else row["turns"]
+    is_masked = any(mask in turn for turn in row["turns"])
+    return [] if is_masked else row["turns"]
 
 
 def _only(*columns: str) -> Callable[[Row], dict[str, Any]]:
     return lambda row: {column: row[column] for column in columns}
 
 
-LIVECODEBENCH_TESTS = ("public_test_cases", "private_test_cases", "metadata")
-# By task; `tasks.json` says where its rows are.
-FORMS = {
-    "gsm8k": [_mathematics("question", _after_hashes)],
-    "math500": [_mathematics("problem")],
-    "aime25": [_mathematics("problem"), Form(("prompt", "reference_solution"), _prompt_alone, _aime_reference)],
-    "humaneval": [Form(("prompt", "test", "entry_point"), _humaneval, _only("prompt", "test", "entry_point"))],
-    # The paper's prompt does not say the name that the tests call: scores compare decoders, not models.
-    "mbpp": [
-        Form(("prompt", "test_imports", "test_list"), lambda row: [row["prompt"]], _mbpp_tests),
-        Form(("text", "task_id", "test_setup_code", "test_list"), _mbpp_test_split, _mbpp_tests),
-    ],
-    "livecodebench": [
-        Form(("question_content", "starter_code", *LIVECODEBENCH_TESTS), _livecodebench, _only(*LIVECODEBENCH_TESTS)),
-        Form(("prompt",), _prompt_alone),
-    ],
-    "mt-bench": [
-        Form(("prompt", "category"), lambda row: row["prompt"]),
-        Form(("turns", "category"), lambda row: row["turns"]),
-    ],
-    "spec-bench": [Form(("turns", "category", "reference"), lambda row: row["turns"], _spec_bench_reference)],
-    "alpaca": [Form(("instruction", "input"), _alpaca)],
-    "speed-bench": [Form(("turns", "category"), _speed_bench)],
-}
+HUMANEVAL = ("prompt", "test", "entry_point")
+LIVECODEBENCH = ("public_test_cases", "private_test_cases", "metadata")
+LIVECODEBENCH_FILES = ("test", "test2", "test3", "test4", "test5", "test6")
 TASKS = {
-    task["name"]: Task(**task, forms=FORMS[task["name"]])
-    for task in json.loads(Path(__file__).with_name("tasks.json").read_text(encoding="utf-8"))
+    task.name: task
+    for task in (
+        Task(
+            "gsm8k",
+            "gsm8k/test.jsonl",
+            [_mathematics("question", _after_hashes)],
+            "Cobbe et al. 2021, arXiv 2110.14168",
+            hub_id="openai/gsm8k",
+            config="main",
+            scorer="math",
+        ),
+        Task(
+            "math500",
+            "math500/math500.jsonl",
+            [_mathematics("problem")],
+            "Hendrycks et al. 2021, arXiv 2103.03874; the 500 of Lightman et al. 2023, arXiv 2305.20050",
+            hub_id="HuggingFaceH4/MATH-500",
+            scorer="math",
+        ),
+        Task(
+            "aime25",
+            "aime25/aime25_promptcot.jsonl",
+            [
+                _mathematics("problem"),
+                Form(("prompt", "reference_solution"), _prompt_alone, _aime_reference),
+            ],
+            "AIME 2025, Mathematical Association of America; MathArena, arXiv 2505.23281",
+            hub_id="MathArena/aime_2025",
+            split="train",
+            scorer="math",
+        ),
+        Task(
+            "humaneval",
+            "humaneval/HumanEval.jsonl.gz",
+            [Form(HUMANEVAL, _humaneval, _only(*HUMANEVAL))],
+            "Chen et al. 2021, arXiv 2107.03374",
+            hub_id="openai/openai_humaneval",
+            scorer="humaneval",
+        ),
+        Task(
+            "mbpp",
+            "mbpp/mbpp.jsonl",
+            # The paper's prompt does not say the name that the tests call: scores compare decoders, not models.
+            [
+                Form(("prompt", "test_imports", "test_list"), lambda row: [row["prompt"]], _mbpp_tests),
+                Form(("text", "task_id", "test_setup_code", "test_list"), _mbpp_test_split, _mbpp_tests),
+            ],
+            "Austin et al. 2021, arXiv 2108.07732",
+            hub_id="google-research-datasets/mbpp",
+            config="sanitized",
+            scorer="mbpp",
+        ),
+        Task(
+            "livecodebench",
+            "livecodebench/lcb_v6_prompts.jsonl",
+            [
+                Form(("question_content", "starter_code", *LIVECODEBENCH), _livecodebench, _only(*LIVECODEBENCH)),
+                Form(("prompt",), _prompt_alone),
+            ],
+            "Jain et al. 2024, arXiv 2403.07974",
+            files=[f"hf://datasets/livecodebench/code_generation_lite/{name}.jsonl" for name in LIVECODEBENCH_FILES],
+            scorer="livecodebench",
+        ),
+        Task(
+            "mt-bench",
+            "mt_bench/question.jsonl",
+            [
+                Form(("prompt", "category"), lambda row: row["prompt"]),
+                Form(("turns", "category"), _turns),
+            ],
+            "Zheng et al. 2023, arXiv 2306.05685",
+            hub_id="HuggingFaceH4/mt_bench_prompts",
+            split="train",
+        ),
+        Task(
+            "spec-bench",
+            "spec_bench/question.jsonl",
+            [Form(("turns", "category", "reference"), _turns, _spec_bench_reference)],
+            "Xia et al. 2024, arXiv 2401.07851",
+            files=["https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"],
+            scorer="math",
+        ),
+        Task(
+            "alpaca",
+            "alpaca/alpaca.jsonl",
+            [Form(("instruction", "input"), _alpaca)],
+            "Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca",
+            hub_id="tatsu-lab/alpaca",
+            split="train",
+        ),
+        Task(
+            "speed-bench",
+            "speed_bench/qualitative.jsonl",
+            [Form(("turns", "category"), _speed_bench)],
+            "NVIDIA 2026, arXiv 2604.09557; its public rows mask what specdec_bench fetches",
+            hub_id="nvidia/SPEED-Bench",
+            config="qualitative",
+        ),
+    )
 }

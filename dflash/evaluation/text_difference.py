@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import takewhile
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
@@ -12,10 +12,10 @@ from dflash.model.requests_dflash import read_prompt
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token that two texts do not share.
+    """The first place where two texts differ.
 
-    The margin is the target's logit of the one token minus that of the other, in one forward over the shared text:
-    near 0 for a tie that rounding decides, NaN if one text only continues after the end of the other.
+    The margin is the difference of the target's logits of both tokens, in one forward over the shared text. It is near 0 for
+    a tie that rounding decides, and NaN if one text ends there.
     """
 
     index: int  # among the new tokens, counted from 0
@@ -30,16 +30,26 @@ def first_difference(
     other_ids: Sequence[int],
 ) -> Difference | None:
     """The first difference of two continuations of a prompt, `None` if they are identical. One target forward."""
-    pairs = zip_longest(token_ids, other_ids)
-    found = next(((i, token, other) for i, (token, other) in enumerate(pairs) if token != other), None)
-    if found is None:
+    index = num_shared(token_ids, other_ids)
+    shorter, longer = sorted((len(token_ids), len(other_ids)))
+    if index == longer:
         return None
-    index, token, other = found
-    if token is None or other is None:
+    if index == shorter:
         return Difference(index, float("nan"))
     prompt_ids, attention_mask = read_prompt(input_ids)
     if attention_mask is not None:
         prompt_ids = prompt_ids[attention_mask.bool()][None]
-    shared = torch.cat([prompt_ids, prompt_ids.new_tensor([list(token_ids[:index])])], dim=1)  # [1, S + index]
-    logits = target(shared.to(target.device)).logits[0, -1].float()  # [V]
-    return Difference(index, (logits[token] - logits[other]).item())
+    shared = prompt_ids.new_tensor([token_ids[:index]])
+    text_ids = torch.cat([prompt_ids, shared], dim=1)  # [1, S + index]
+    outputs = target(text_ids.to(target.device))
+    logits = outputs.logits[0, -1].float()  # [V]
+    token_id = token_ids[index]
+    other_id = other_ids[index]
+    margin = logits[token_id] - logits[other_id]
+    return Difference(index, margin.item())
+
+
+def num_shared(token_ids: Sequence[int], other_ids: Sequence[int]) -> int:
+    """The number of tokens that two texts share from their beginning on."""
+    pairs = zip(token_ids, other_ids, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

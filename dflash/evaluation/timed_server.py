@@ -1,14 +1,14 @@
-"""A server that speaks the OpenAI protocol: its streamed answers under a clock, and its own counters of its drafts."""
+"""Times the streamed answers of a server that speaks the OpenAI protocol, and reads the counters of its drafts."""
 
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPResponse
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash.common.json_text import parsed_json
 from dflash.common.openai_client import OpenAIClient, quote
@@ -17,6 +17,8 @@ from dflash.common.openai_client import OpenAIClient, quote
 VLLM, SGLANG = "vllm:spec_decode_num_", "sglang:"
 SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?P<labels>\{.*\})?\s+(?P<value>\S+)", re.MULTILINE)
 POSITION = re.compile(r'[{,]\s*position="(\d+)"')
+ACCEPTED_AT = re.compile(rf"{VLLM}accepted_tokens_per_pos (\d+)")
+SGLANG_MEAN = f"{SGLANG}spec_accept_length"
 SGLANG_COUNTERS = {f"{SGLANG}spec_verify_calls", f"{SGLANG}generation_tokens", f"{SGLANG}num_requests"}
 
 Message = Mapping[str, str]
@@ -75,53 +77,70 @@ class Server(OpenAIClient):
         `seed` is that of the server's sampling noise. `thinking` is passed to the template as `enable_thinking`,
         unless it is `None`.
         """
-        asked: dict[str, Any] = {} if seed is None else {"seed": seed}
+        request: dict[str, Any] = {"messages": list(messages), "temperature": temperature}
+        if seed is not None:
+            request["seed"] = seed
         if thinking is not None:
-            asked["chat_template_kwargs"] = {"enable_thinking": thinking}
-        asked |= {"messages": list(messages), "temperature": temperature}
-        return self._stream("/v1/chat/completions", model, max_new_tokens, asked)
+            request["chat_template_kwargs"] = {"enable_thinking": thinking}
+        return self._stream("/v1/chat/completions", model, max_new_tokens, request)
 
     def complete(self, model: str, token_ids: Sequence[int], max_new_tokens: int, tokenizer: Any) -> Reply:
         """The greedy continuation of ids, streamed under the clock; with its own ids if the engine sends them.
 
         A server that takes no ids is asked by their text, which `tokenizer` decodes.
         """
-        asked = {"prompt": list(token_ids), "temperature": 0.0, "return_token_ids": True}
+        request = {"prompt": list(token_ids), "temperature": 0.0, "return_token_ids": True}
         send = partial(self._stream, "/v1/completions", model, max_new_tokens)
-        return self.completion(asked, tokenizer, send, lambda reply: reply.prompt_tokens)
+        return self.completion(request, tokenizer, send, lambda reply: reply.prompt_tokens)
 
-    def _stream(self, path: str, model: str, max_new_tokens: int, asked: dict[str, Any]) -> Reply:
+    def _stream(self, path: str, model: str, max_new_tokens: int, request: dict[str, Any]) -> Reply:
         where = f"{self.url}{path} answered 200"
-        pieces: list[str] = []
-        token_ids: list[int] = []
-        num_tokens, prompt_tokens, first, last, is_finished = None, None, 0.0, 0.0, False
-        asked |= {
+        pieces: list[Piece] = []
+        times: list[float] = []
+        usage: dict[str, Any] = {}
+        request |= {
             "model": model,
             "max_tokens": max_new_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        body = json.dumps(asked).encode()
+        body = json.dumps(request).encode()
         began = time.perf_counter()  # a full server lets the connection wait, and its user with it
         with self.response("POST", path, body) as response:
             for chunk in _chunks(response, where):
                 now = time.perf_counter()
-                piece, ids, ends = _read_chunk(chunk, where)
-                is_finished |= ends
-                if piece or ends:  # the end may be a token without a text
+                piece = _read_chunk(chunk, where)
+                if piece.text or piece.ends:  # the end may be a token without a text
                     pieces.append(piece)
-                    token_ids += ids
-                    first, last = first or now, now
+                    times.append(now - began)
                 if isinstance(chunk.get("usage"), dict):
-                    num_tokens = chunk["usage"].get("completion_tokens")
-                    prompt_tokens = chunk["usage"].get("prompt_tokens")
-        if not is_finished:
-            said = f"{where} and stopped in the middle of its stream, after {len(pieces)} pieces"
-            raise ValueError(f"{said}: look at its log.")
+                    usage = chunk["usage"]
+        if not any(piece.ends for piece in pieces):
+            raise ValueError(
+                f"{where} and stopped in the middle of its stream, after {len(pieces)} pieces: look at its log."
+            )
+        num_tokens = usage.get("completion_tokens")
         if not isinstance(num_tokens, int) or num_tokens < 1:
-            said = f"{where} with {len(pieces)} pieces of text and no count of its tokens"
-            raise ValueError(f"{said}: the engine must take stream_options.include_usage.")
-        return Reply("".join(pieces), num_tokens, last - began, first - began, tuple(token_ids), prompt_tokens)
+            raise ValueError(
+                f"{where} with {len(pieces)} pieces of text and no count of its tokens: the engine must take "
+                "stream_options.include_usage."
+            )
+        return Reply(
+            "".join(piece.text for piece in pieces),
+            num_tokens,
+            times[-1],
+            times[0],
+            tuple(token_id for piece in pieces for token_id in piece.token_ids),
+            usage.get("prompt_tokens"),
+        )
+
+
+class Piece(NamedTuple):
+    """A piece of a streamed answer."""
+
+    text: str
+    token_ids: Sequence[int]  # empty if the engine does not send them
+    ends: bool  # whether it ends the answer
 
 
 def _chunks(response: HTTPResponse, where: str) -> Iterator[dict[str, Any]]:
@@ -143,22 +162,23 @@ def _chunks(response: HTTPResponse, where: str) -> Iterator[dict[str, Any]]:
         yield chunk
 
 
-def _read_chunk(chunk: dict[str, Any], where: str) -> tuple[str, list[int], bool]:
-    """A chunk's text, its ids if the engine sends them, and whether it ends the answer."""
-    if chunk.get("error"):
-        error = chunk["error"]
-        said = error.get("message", error) if isinstance(error, dict) else error
-        raise ValueError(f"{where} and then an error in its stream: {quote(said)}.")
+def _read_chunk(chunk: dict[str, Any], where: str) -> Piece:
+    error = chunk.get("error")
+    if error:
+        message = error.get("message", error) if isinstance(error, dict) else error
+        raise ValueError(f"{where} and then an error in its stream: {quote(message)}.")
     try:
-        choices = chunk["choices"]
-        if not choices:  # the usage's own chunk
-            return "", [], False
-        choice = choices[0]
+        if not chunk["choices"]:  # the usage's own chunk
+            return Piece("", (), False)
+        choice = chunk["choices"][0]
         delta = choice["delta"] if "delta" in choice else {"content": choice["text"]}
-        text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+        texts = [delta.get(name) for name in ("content", "reasoning_content", "reasoning")]
+        text = next(filter(None, texts), "")
         if not isinstance(text, str):
             raise TypeError("The text is no string.")
-        return text, list(choice.get("token_ids") or ()), choice.get("finish_reason") is not None
+        token_ids = list(choice.get("token_ids") or ())
+        ends = choice.get("finish_reason") is not None
+        return Piece(text, token_ids, ends)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"{where} and streamed no chat completion: {quote(chunk)}.") from error
 
@@ -176,23 +196,22 @@ class Drafting:
 
 def read_counters(metrics: str) -> dict[str, float]:
     """The samples about drafts in Prometheus' text, summed over engines; a position follows its counter's name."""
-    found: dict[str, float] = {}
-    gauges: list[float] = []
+    counters: Counter[str] = Counter()
+    means: list[float] = []
     for sample in SAMPLE.finditer(metrics):
         name = sample["name"].removesuffix("_total")
         try:
             value = float(sample["value"])
         except ValueError:
             continue
-        if name == f"{SGLANG}spec_accept_length":
-            gauges.append(value)
-        elif (name.startswith(VLLM) and not name.endswith("_created")) or name in SGLANG_COUNTERS:
+        if name == SGLANG_MEAN:
+            means.append(value)
+        elif name in SGLANG_COUNTERS or (name.startswith(VLLM) and not name.endswith("_created")):
             position = POSITION.search(sample["labels"] or "")
-            key = f"{name} {position[1]}" if position else name
-            found[key] = found.get(key, 0.0) + value
-    if gauges:
-        found[f"{SGLANG}spec_accept_length"] = sum(gauges) / len(gauges)
-    return found
+            counters[f"{name} {position[1]}" if position else name] += value  # type: ignore[assignment]
+    if means:
+        counters[SGLANG_MEAN] = sum(means) / len(means)  # type: ignore[assignment]
+    return dict(counters)
 
 
 def drafting(before: Counters | None, after: Counters | None) -> Drafting | None:
@@ -203,23 +222,27 @@ def drafting(before: Counters | None, after: Counters | None) -> Drafting | None
     """
     if before is None or after is None:
         return None
-    delta = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    drafts = delta.get(f"{VLLM}drafts", 0.0)
+    new = Counter(after)
+    new.subtract(before)
+    drafts = new[f"{VLLM}drafts"]
     if drafts > 0:
-        counts: list[float] = []
-        while (name := f"{VLLM}accepted_tokens_per_pos {len(counts)}") in delta:
-            counts.append(delta[name])
-        # Drafts with at least 0, 1, 2, … accepted proposals; the differences are those with exactly that many.
-        reached = [round(count) for count in (drafts, *counts, 0.0)] if counts else []
-        exact = [here - further for here, further in pairwise(reached)]
-        lengths = [length for length in range(len(exact), 0, -1) for _ in range(exact[length - 1])]
-        tau = 1 + delta.get(f"{VLLM}accepted_tokens", 0.0) / drafts
-        shares = tuple(count / drafts for count in counts)
-        return Drafting(tau, shares, f"{VLLM}drafts, …accepted_tokens", drafts, lengths)
-    steps, tokens = delta.get(f"{SGLANG}spec_verify_calls", 0.0), delta.get(f"{SGLANG}generation_tokens", 0.0)
+        positions = sorted(filter(None, map(ACCEPTED_AT.fullmatch, new)), key=lambda name: int(name[1]))
+        accepted = [new[name[0]] for name in positions]
+        lengths = []
+        if accepted:
+            # `accepted[i]` drafts had their proposal at position i accepted, and those before it.
+            lengths = [1 + sum(draft < count for count in accepted) for draft in range(round(drafts))]
+        return Drafting(
+            1 + new[f"{VLLM}accepted_tokens"] / drafts,
+            tuple(count / drafts for count in accepted),
+            f"{VLLM}drafts, …accepted_tokens",
+            drafts,
+            lengths,
+        )
+    steps = new[f"{SGLANG}spec_verify_calls"]
+    tokens = new[f"{SGLANG}generation_tokens"]
     if steps > 0 and tokens > 0:
-        # The prefill gives each answer's first token.
-        kept = tokens - delta.get(f"{SGLANG}num_requests", 0.0)
+        kept = tokens - new[f"{SGLANG}num_requests"]  # the prefill gives each answer's first token
         return Drafting(kept / steps, (), f"{SGLANG}spec_verify_calls", steps)
-    recent = after.get(f"{SGLANG}spec_accept_length", 0.0)
-    return Drafting(recent, (), f"{SGLANG}spec_accept_length, a mean of the last moments") if recent > 0 else None
+    recent = after.get(SGLANG_MEAN, 0.0)
+    return Drafting(recent, (), f"{SGLANG_MEAN}, a mean of the last moments") if recent > 0 else None

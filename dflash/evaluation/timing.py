@@ -1,4 +1,4 @@
-"""The time of one decode and the tokens of its steps, for plain `target.generate` and DFlash alike.
+"""Times one decode and counts the tokens of its steps, for plain `target.generate` and DFlash alike.
 
 The loop knows no clock: `next` is timed from outside. No hook is on the models, so a compiled forward runs as usual.
 """
@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from dflash.common import acceptance
 from dflash.model.decoding_dflash import Block
 from dflash.model.generation_dflash import generate_blocks
 from dflash.model.requests_dflash import read_prompt
+
+
+Inputs = torch.Tensor | Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class TimedRun:
     @property
     def tokens_per_step(self) -> float:
         """Tokens kept, without the prefill's, per forward of the target after the prefill; NaN if there is none."""
-        return tokens_per_step(len(self.token_ids), self.num_forwards)
+        steps = self.num_forwards - 1
+        return (len(self.token_ids) - 1) / steps if steps else float("nan")
 
 
 def draft_lengths(acceptance_lengths: Sequence[int], lookup_steps: Sequence[int]) -> list[int]:
@@ -63,18 +68,12 @@ def draft_lengths(acceptance_lengths: Sequence[int], lookup_steps: Sequence[int]
 
 def tau(acceptance_lengths: Sequence[int]) -> float:
     """Mean acceptance length over verify steps; NaN over none."""
-    return sum(acceptance_lengths) / len(acceptance_lengths) if acceptance_lengths else float("nan")
-
-
-def tokens_per_step(num_tokens: int, num_forwards: int, num_texts: int = 1) -> float:
-    """Tokens kept, without each text's first, per forward after each text's first; NaN if there is none."""
-    steps = num_forwards - num_texts
-    return (num_tokens - num_texts) / steps if steps else float("nan")
+    return acceptance.tau(sum(acceptance_lengths), len(acceptance_lengths))
 
 
 def timed_generate(
     target: PreTrainedModel,
-    input_ids: torch.Tensor | Mapping[str, torch.Tensor],
+    input_ids: Inputs,
     on_tokens: Callable[[list[int]], None] | None = None,
     **kwargs: Any,
 ) -> TimedRun:
@@ -84,21 +83,32 @@ def timed_generate(
     not counted.
     """
     prompt_ids, attention_mask = read_prompt(input_ids)
+    if attention_mask is not None:
+        attention_mask = attention_mask.to(target.device)
     generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
-    compiled = _num_graphs()
+    compiled_before = _num_graphs()
     clock = _StreamClock(on_tokens)
-    mask = None if attention_mask is None else attention_mask.to(target.device)
-    sequences = generate(prompt_ids.to(target.device), attention_mask=mask, streamer=clock, **kwargs)
+    sequences = generate(
+        prompt_ids.to(target.device),
+        attention_mask=attention_mask,
+        streamer=clock,
+        **kwargs,
+    )
     token_ids = sequences[:, prompt_ids.shape[1] :].flatten().tolist()  # waits for the device
-    seconds = time.perf_counter() - clock.began - clock.seconds_outside
-    seconds_to_first_token, num_compilations = clock.seconds_to_first_token, _num_graphs() - compiled
-    return TimedRun(token_ids, seconds, seconds_to_first_token, clock.num_forwards, [], (), num_compilations)
+    return TimedRun(
+        token_ids,
+        time.perf_counter() - clock.began - clock.seconds_outside,
+        clock.seconds_to_first_token,
+        clock.num_forwards,
+        acceptance_lengths=[],
+        num_compilations=_num_graphs() - compiled_before,
+    )
 
 
 def timed_blocks(
     drafter: PreTrainedModel,
     target: PreTrainedModel,
-    input_ids: torch.Tensor | Mapping[str, torch.Tensor],
+    input_ids: Inputs,
     on_block: Callable[[Block], None] | None = None,
     **kwargs: Any,
 ) -> TimedRun:
@@ -111,8 +121,9 @@ def timed_blocks(
     num_steps: Counter[int] = Counter()
     lengths: list[int] = []
     lookup_steps: list[int] = []
-    compiled = _num_graphs()
-    seconds = seconds_to_first_token = 0.0
+    compiled_before = _num_graphs()
+    seconds = 0.0
+    seconds_to_first_token = 0.0
     began = time.perf_counter()
     for block in generate_blocks(drafter, target, input_ids, **kwargs):
         seconds += time.perf_counter() - began
@@ -127,10 +138,15 @@ def timed_blocks(
         if on_block is not None:
             on_block(block)
         began = time.perf_counter()
-    token_ids = [token_id for sequence in sorted(texts) for token_id in texts[sequence]]
-    num_forwards = 1 + max(num_steps.values(), default=0)
-    steps, num_compilations = tuple(lookup_steps), _num_graphs() - compiled
-    return TimedRun(token_ids, seconds, seconds_to_first_token, num_forwards, lengths, steps, num_compilations)
+    return TimedRun(
+        [token_id for sequence in sorted(texts) for token_id in texts[sequence]],
+        seconds,
+        seconds_to_first_token,
+        num_forwards=1 + max(num_steps.values(), default=0),
+        acceptance_lengths=lengths,
+        lookup_steps=tuple(lookup_steps),
+        num_compilations=_num_graphs() - compiled_before,
+    )
 
 
 class _StreamClock:
@@ -141,7 +157,8 @@ class _StreamClock:
 
     def __init__(self, on_tokens: Callable[[list[int]], None] | None) -> None:
         self.on_tokens = on_tokens
-        self.seconds_outside = self.seconds_to_first_token = 0.0
+        self.seconds_outside = 0.0
+        self.seconds_to_first_token = 0.0
         self.num_forwards = -1  # the prompt comes first
         self.began = time.perf_counter()
 
@@ -159,7 +176,7 @@ class _StreamClock:
             self.seconds_outside += time.perf_counter() - now
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Does nothing, because no token is buffered."""
 
 
 def _num_graphs() -> int:

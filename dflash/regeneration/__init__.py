@@ -1,9 +1,10 @@
-"""A target's own answers as training data: to rows of any form, written here or on a server, and resumed."""
+"""Writes a target's own answers to rows of any form, in this process or on a server, as training data."""
 
 from .answer_file import check_answer_file
-from .run import RegenerationRecord, regenerate_data
+from .run import RegenerationRecord, RegenerationRun, regenerate_data
 from .server_writer import ServerWriter
 from .settings import RegenerationSettings
+from .sources import answer_sources
 from .target_writer import Answer, Regenerated, Request, Sampling, TargetWriter, regenerate, row_seed
 
 
@@ -11,11 +12,13 @@ __all__ = [
     "Answer",
     "Regenerated",
     "RegenerationRecord",
+    "RegenerationRun",
     "RegenerationSettings",
     "Request",
     "Sampling",
     "ServerWriter",
     "TargetWriter",
+    "answer_sources",
     "check_answer_file",
     "regenerate",
     "regenerate_data",

@@ -1,23 +1,25 @@
 """`dflash regenerate`: a data set with its answers replaced by the target's own, as a file of rows to train on."""
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from dflash.common.acceptance import tau
 from dflash.common.files import only_writer
 from dflash.common.fingerprints import fingerprint
-from dflash.common.processes import Processes
+from dflash.common.messages import counted
 from dflash.common.provenance import public_name, versions
+from dflash.common.runs import Run
 
 from .answer_file import AnswerFile, check_answer_file
 from .dialogues import Dialogue
-from .selection import SeenRows, drawn_rows, opened, selected, unwarned_of_length
+from .selection import Row, SeenRows, drawn_rows, opened, selected, unwarned_of_length
 from .server_writer import ServerWriter
 from .settings import RegenerationSettings
 from .target_writer import Answer, Request, TargetWriter, row_seed
@@ -26,8 +28,9 @@ from .target_writer import Answer, Request, TargetWriter, row_seed
 # What answers: the target in this process or on a server.
 Writer = TargetWriter | ServerWriter
 # Dialogues when they are finished, and the answers since the last ones.
-Answered = Generator[tuple[list[Dialogue], list[Answer]], None, None]
-# Dialogues that wait or are asked at once, in batches: a thread that is done finds the next one.
+Round = tuple[list[Dialogue], list[Answer]]
+Answered = Generator[Round, None, None]
+# Batches of dialogues that are submitted at once, so that a thread that is done has the next dialogue at hand.
 PENDING = 2
 
 
@@ -45,35 +48,53 @@ class RegenerationRecord:
     encoded: int = 0  # answers whose ids were encoded from a server's text
     miscounted: int = 0  # of these, answers of which the server counted another number of tokens
 
+    def summary(self, output: Path, drop_cut: bool = False) -> str:
+        """The result in one line; `drop_cut` says that cut answers are not in `output`."""
+        parts = [f"{output}: {counted(self.rows, 'row')}, {counted(self.tokens, 'token')} by the target"]
+        if self.cut:
+            dropped = " dropped," if drop_cut else ""
+            parts.append(f"{counted(self.cut, 'row')}{dropped} cut off at the length")
+        if self.steps:
+            parts.append(f"tau {self.tau:.2f} over {counted(self.steps, 'step')}")
+        if self.encoded:
+            parts.append(f"{counted(self.encoded, 'answer')} encoded from the server's text")
+        if self.miscounted:
+            parts.append(f"{self.miscounted} of them to another number of tokens than the server counted")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerationRun(Run):
+    """A [`Run`], and facts for its manifest.
+
+    `on_begin` is called with the number of rows to answer here and a [`RegenerationRecord`], `on_done` with the number of new
+    tokens of each finished row.
+    """
+
+    target: str | None = None  # the target's name
+    license: str | None = None  # the data's; by default what the source states
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # such as the command
+
 
 def regenerate_data(
     writer: Writer,
     tokenizer: Any,
-    data: str | os.PathLike[str] | Sequence[Mapping[str, Any]],
+    data: str | os.PathLike[str] | Sequence[Row],
     output: str | os.PathLike[str],
     settings: RegenerationSettings | None = None,
     *,
-    target_name: str | None = None,
-    license: str | None = None,
-    provenance: Mapping[str, Any] | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    processes: Any = None,
-    on_begin: Callable[[int, RegenerationRecord], None] = lambda share, record: None,
-    on_row: Callable[[int], None] = lambda tokens: None,
-    is_locked: bool = False,
+    run: RegenerationRun | None = None,
 ) -> RegenerationRecord:
     """Writes `data` with the target's own answers to `output`.
 
     A chat's assistant turns are written in order, each after the new ones before it. Rows appear in the output when
-    they are finished, and in the data's order at the end. The manifest beside the output holds the settings,
-    `target_name`, the data's `license` (by default what the source states) and `provenance`, such as the command.
+    they are finished, and in the data's order at the end. The manifest beside the output holds the settings and what
+    `run` says of the target and the data.
 
     `data` is a file, folder or Hub id as in [`load_examples`], or rows. `output` ends in `.jsonl`, for `dflash train
-    --data`: `resume` goes on with the run in it, `overwrite` begins anew. `processes` are by default those of the
-    launcher's variables. `on_begin` is called with the number of rows to answer here and the record so far, `on_row`
-    with the number of new tokens of each finished row. `is_locked` says that the caller holds the lock of `output`
-    (`only_writer`) already, as who loads a model first should.
+    --data`: `resume` goes on with the run in it, `overwrite` begins anew.
 
     Raises:
         ValueError: for data without a question, settings that changed, an output that holds something else or that
@@ -86,33 +107,38 @@ def regenerate_data(
         >>> record = regenerate_data(writer, tokenizer, "chats.jsonl", "answers.jsonl", settings)
     """
     settings = settings or RegenerationSettings()
-    processes = processes or Processes()
-    named = os.fspath(data) if isinstance(data, (str, os.PathLike)) else None
-    if named is not None and Path(named).exists() and Path(named).resolve() == Path(output).resolve():
+    run = run or RegenerationRun()
+    processes = run.processes
+    path = Path(output)
+    name = os.fspath(data) if isinstance(data, (str, os.PathLike)) else None
+    if name is not None and Path(name).exists() and Path(name).resolve() == path.resolve():
         raise ValueError(f"The output {output} is the data itself: choose another output.")
     with unwarned_of_length(tokenizer), ExitStack() as lock:
-        source, seen, record = opened(data, settings), SeenRows(), RegenerationRecord()
+        source = opened(data, settings)
+        seen = SeenRows()
         drawn = drawn_rows(source, seen, settings)
-        asked, record.left_out = selected(drawn, named or "the data", tokenizer, settings, writer.positions)
-        of_card = getattr(getattr(source(), "info", None), "license", None)
-        facts = {"target": public_name(target_name), "revision": writer.revision}  # without a path of this machine
-        facts["data"] = {
-            "name": public_name(named),
-            "split": settings.split,
-            "rows": seen.count,
-            "license": license or of_card or seen.license,
+        asked, left_out = selected(drawn, name or "the data", tokenizer, settings, writer.positions)
+        card = getattr(source(), "info", None)
+        license = run.license or getattr(card, "license", None) or seen.license
+        facts = {
+            "target": public_name(run.target),  # without a path of this machine
+            "revision": writer.revision,
+            "data": {"name": public_name(name), "split": settings.split, "rows": seen.count, "license": license},
+            "drop_cut": settings.drop_cut,
+            "versions": versions(),
+            **run.provenance,
         }
-        facts |= {"drop_cut": settings.drop_cut, "versions": versions(), **(provenance or {})}
-        check_answer_file(Path(output), resume, overwrite)
-        if processes.is_first and not is_locked:
-            lock.enter_context(only_writer(Path(output)))
-        file = AnswerFile(Path(output), _depends_on(settings, writer, tokenizer, seen), processes.rank)
+        check_answer_file(path, resume, overwrite)
+        if processes.is_first and not run.is_locked:
+            lock.enter_context(only_writer(path))
+        needed = _depends_on(settings, writer, tokenizer, seen)
+        file = AnswerFile(path, needed, processes.rank)
         if resume:
             file.check_settings()
         finished = set() if overwrite else file.finished()
-        num_asked = len(asked)
-        asked = [dialogue for dialogue in asked if dialogue.number not in finished]
-        record.was_finished = num_asked - len(asked)
+        left = [dialogue for dialogue in asked if dialogue.number not in finished]
+        record = RegenerationRecord(left_out=dict(left_out))
+        record.was_finished = len(asked) - len(left)
         processes.gather([None])  # no process writes before all have checked
         if processes.is_first:
             file.begin(overwrite, facts)
@@ -120,50 +146,64 @@ def regenerate_data(
         file.mend()
 
         # Rows of like length and number of turns share a batch, the longest first: memory runs out at once or never.
-        asked.sort(key=lambda one: (one.num_turns, one.num_prompt_tokens, one.number), reverse=True)
-        share = deque(processes.share(asked))
-        del asked  # a row is held until its answer is in the output
-        on_begin(len(share), record)
-        counts = _append_all(file, _answered(writer, share, settings), on_row)
-        sums = [sum(of_all) for of_all in zip(*processes.gather([counts]), strict=True)]
-        steps, tokens, record.encoded, record.miscounted = sums
-        record.steps, record.tau = steps, tokens / steps if steps else float("nan")
+        left.sort(key=lambda row: (row.num_turns, row.num_prompt_tokens, row.number), reverse=True)
+        share = deque(processes.share(left))
+        del asked, left  # a row is kept until its answer is in the output
+        run.on_begin(len(share), record)
+        answered = _answered(writer, share, settings)
+        counts = _append_all(file, answered, run.on_done)
+        _sum_up(record, processes.gather([counts]))
         if processes.is_first:
-            written = file.finish(settings.drop_cut)
-            record.rows, record.tokens, record.cut = written["rows"], written["tokens"], written["cut"]
-            if not record.rows:
-                said = f"Every one of the {record.cut} answers was cut off"
-                raise ValueError(f"{said}: ask for a larger max_new_tokens.")
-            result = asdict(record) | {"tau": record.tau if steps else None}
-            file.write_manifest(facts | {"complete": True, "result": result})
+            _finish(file, record, facts, settings.drop_cut)
     return record
+
+
+def _sum_up(record: RegenerationRecord, counts: Sequence[Counter[str]]) -> None:
+    """Completes the record by the counts of all processes."""
+    total = sum(counts, Counter())
+    record.steps = total["steps"]
+    record.tau = tau(total["step_tokens"], record.steps)
+    record.encoded = total["encoded"]
+    record.miscounted = total["miscounted"]
+
+
+def _finish(file: AnswerFile, record: RegenerationRecord, facts: dict[str, Any], drop_cut: bool) -> None:
+    """Completes the output, the record and the manifest. For the first process, when all are done."""
+    written = file.finish(drop_cut)
+    record.rows = written["rows"]
+    record.tokens = written["tokens"]
+    record.cut = written["cut"]
+    if not record.rows:
+        raise ValueError(f"Every one of the {record.cut} answers was cut off: ask for a larger max_new_tokens.")
+    result = asdict(record)
+    if not record.steps:
+        result["tau"] = None
+    file.write_manifest(facts | {"complete": True, "result": result})
 
 
 def _depends_on(settings: RegenerationSettings, writer: Writer, tokenizer: Any, seen: SeenRows) -> dict[str, Any]:
     """What the rows of a run depend on, for its manifest."""
+    chosen = asdict(settings)
     # What is read is known by its fingerprint, and rows that were cut are dropped at the end.
-    others = ("split", "streaming", "drop_cut")
-    chosen = {name: value for name, value in asdict(settings).items() if name not in others}
+    for name in ("split", "streaming", "drop_cut"):
+        del chosen[name]
     template = fingerprint(getattr(tokenizer, "chat_template", None))
-    return chosen | writer.facts | {"chat_template": template, "data": seen.fingerprint}
+    return {**chosen, **writer.facts, "chat_template": template, "data": seen.fingerprint}
 
 
-def _append_all(file: AnswerFile, answered: Answered, on_row: Callable[[int], None]) -> list[int]:
-    """Appends dialogues as they are finished.
-
-    Returns the numbers of verify steps, of tokens of them, of answers encoded again, and of those that are miscounted.
-    """
-    counts = [0, 0, 0, 0]
-    with closing(answered):  # an error here ends what is under way, and not only when the error is forgotten
+def _append_all(file: AnswerFile, answered: Answered, on_done: Callable[[int], None]) -> Counter[str]:
+    """Appends dialogues as they are finished; counts verify steps and their tokens, and answers that were encoded again."""
+    counts: Counter[str] = Counter()
+    with closing(answered):  # an error here stops the writer at once, and not only when the generator is collected
         for dialogues, answers in answered:
             file.append([row for dialogue in dialogues for row in dialogue.rows()])
             for answer in answers:
-                counts[0] += len(answer.acceptance_lengths)
-                counts[1] += sum(answer.acceptance_lengths)
-                counts[2] += answer.is_encoded
-                counts[3] += answer.is_miscounted
+                counts["steps"] += len(answer.acceptance_lengths)
+                counts["step_tokens"] += sum(answer.acceptance_lengths)
+                counts["encoded"] += answer.is_encoded
+                counts["miscounted"] += answer.is_miscounted
             for dialogue in dialogues:
-                on_row(dialogue.num_tokens)
+                on_done(dialogue.num_tokens)
     return counts
 
 
@@ -179,29 +219,32 @@ def _answered(writer: Writer, dialogues: deque[Dialogue], settings: Regeneration
 def _side_by_side(writer: ServerWriter, dialogues: deque[Dialogue], settings: RegenerationSettings) -> Answered:
     """As `_answered`, each dialogue in a thread.
 
-    After an error of one the answers that are under way still come, and then it is raised. After an interrupt no answer
-    is wanted any more, and no thread asks again.
+    An error is raised once the answers that are under way have come. After an interrupt these answers are dropped, and no
+    thread sends another request.
     """
 
-    def answer(dialogue: Dialogue) -> list[tuple[list[Dialogue], list[Answer]]]:
-        return list(takewhile(lambda _: not writer.stopped.is_set(), _rounds(writer, [dialogue], settings)))
+    def answer(dialogue: Dialogue) -> list[Round]:
+        rounds = _rounds(writer, [dialogue], settings)
+        return list(takewhile(lambda _: not writer.stopped.is_set(), rounds))
 
     writer.stopped.clear()  # by an earlier run
-    pending: set[Future[Any]] = set()
+    pending: set[Future[list[Round]]] = set()
     failure: BaseException | None = None
     with ThreadPoolExecutor(writer.batch_size) as pool:
         try:
             while dialogues or pending:
-                some = _taken(dialogues, PENDING * writer.batch_size - len(pending))
-                done, pending = wait(pending.union(pool.submit(answer, one) for one in some), None, FIRST_COMPLETED)
+                for dialogue in _taken(dialogues, PENDING * writer.batch_size - len(pending)):
+                    pending.add(pool.submit(answer, dialogue))
+                done, pending = wait(pending, None, FIRST_COMPLETED)
                 for future in done:
-                    if (error := future.exception()) is None:
+                    error = future.exception()
+                    if error is None:
                         yield from future.result()
                         continue
                     failure = failure or error
                     dialogues.clear()
-                    pending = {one for one in pending if not one.cancel()}
-        except BaseException:  # such as KeyboardInterrupt, and GeneratorExit where what takes the answers failed
+                    pending = {waiting for waiting in pending if not waiting.cancel()}
+        except BaseException:  # such as KeyboardInterrupt, or GeneratorExit where the consumer of the answers failed
             writer.stopped.set()
             pool.shutdown(cancel_futures=True)
             raise
@@ -215,18 +258,16 @@ def _taken(dialogues: deque[Dialogue], count: int) -> list[Dialogue]:
 
 def _rounds(writer: Writer, dialogues: Sequence[Dialogue], settings: RegenerationSettings) -> Answered:
     """Answers one batch turn by turn until all of it is finished."""
-    going = list(dialogues)
-    while going:
+    while dialogues:
         requests = []
-        for one in going:
-            seed = row_seed(settings.seed, one.number, one.num_answers)
-            room = one.room(settings.max_new_tokens, writer.positions)
-            requests.append(Request(one.prompt_ids or (), seed, room))
+        for dialogue in dialogues:
+            seed = row_seed(settings.seed, dialogue.number, dialogue.num_answers)
+            room = dialogue.room(settings.max_new_tokens, writer.positions)
+            requests.append(Request(dialogue.prompt_ids, seed, room))
         answers = writer(requests, settings)
-        for dialogue, answer in zip(going, answers, strict=True):
+        for dialogue, answer in zip(dialogues, answers, strict=True):
             dialogue.write(answer.token_ids, answer.ended)
             if not dialogue.room(1, writer.positions):
                 dialogue.end()
-        done = [dialogue for dialogue in going if dialogue.is_done]
-        going = [dialogue for dialogue in going if not dialogue.is_done]
-        yield done, answers
+        yield [dialogue for dialogue in dialogues if dialogue.is_done], answers
+        dialogues = [dialogue for dialogue in dialogues if not dialogue.is_done]

@@ -1,7 +1,6 @@
-"""The rows that a run asks: read, drawn, and left out where they cannot or need not be answered. It knows no writer."""
+"""Chooses the rows that a run answers: reads and draws them, and leaves out those that cannot or need not be answered."""
 
 import hashlib
-import json
 import os
 import random
 from collections import Counter
@@ -9,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
+from dflash.common.fingerprints import fingerprint
 from dflash.training import FORMS, SEARCHED_ROWS, named_row, read_rows
 
 from .dialogues import Dialogue, Unanswerable, as_dialogue
@@ -25,12 +26,13 @@ WARNED_OF_LENGTH = "sequence-length-is-longer-than-the-specified-maximum"
 
 
 def opened(data: str | os.PathLike[str] | Iterable[Row], settings: RegenerationSettings) -> Source:
-    """The rows of a file, folder or Hub id, or the given ones; errors as of `read_rows`."""
+    """A function that reads the rows of a file, folder or Hub id, or these rows themselves. Raises as `read_rows`."""
     if isinstance(data, (str, os.PathLike)):
         read = partial(read_rows, os.fspath(data), settings.split, settings.streaming)
-        found = read()
-        return read if isinstance(found, Iterator) else lambda: found
-    rows = list(data) if isinstance(data, Iterator) and not settings.streaming else data
+        rows = read()
+        return read if isinstance(rows, Iterator) else lambda: rows
+    is_read_twice = isinstance(data, Iterator) and not settings.streaming
+    rows = list(data) if is_read_twice else data
     return lambda: rows
 
 
@@ -40,23 +42,22 @@ class SeenRows:
     def __init__(self) -> None:
         self.count = 0
         self._licenses: set[str] = set()
-        self._digest = hashlib.sha256(b"[")
+        self._digest = hashlib.sha256()
 
     def watched(self, rows: Iterable[Row]) -> Iterator[Row]:
         """The rows, each counted as it is taken."""
         for row in rows:
-            between = ", " if self.count else ""
-            self._digest.update(f"{between}{json.dumps(row, sort_keys=True, default=str)}".encode())
-            self._licenses |= {str(row[key]) for key in ("license", "licence") if row.get(key)}
             self.count += 1
+            self._digest.update(fingerprint(row).encode())
+            for key in ("license", "licence"):
+                if row.get(key):
+                    self._licenses.add(str(row[key]))
             yield row
 
     @property
     def fingerprint(self) -> str:
-        """That of the list of all rows, as `common.fingerprints` makes it."""
-        digest = self._digest.copy()
-        digest.update(b"]")
-        return digest.hexdigest()[:16]
+        """A short hash of all rows in their order."""
+        return self._digest.hexdigest()[:16]
 
     @property
     def license(self) -> str | None:
@@ -74,13 +75,19 @@ class Drawn(NamedTuple):
 
 def drawn_rows(source: Source, seen: SeenRows, settings: RegenerationSettings) -> Iterator[Drawn]:
     """`samples` rows, drawn by the seed, in the data's order; of a stream all rows, each as it is asked for."""
+    rows = seen.watched(source())
     if settings.streaming or settings.samples is None:
-        for number, row in enumerate(seen.watched(source()), start=1):
-            yield Drawn(number, number, row)
+        for row in rows:
+            yield Drawn(seen.count, seen.count, row)
         return
-    order = [number for number, _ in enumerate(seen.watched(source()), start=1)]
-    random.Random(f"samples-{settings.seed}").shuffle(order)
-    places = {number: place for place, number in enumerate(order[: settings.samples])}
+    for _ in rows:
+        pass
+    order = list(range(1, seen.count + 1))
+    generator = random.Random(f"samples-{settings.seed}")
+    generator.shuffle(order)
+    places = {}
+    for place, number in enumerate(order[: settings.samples]):
+        places[number] = place
     for number, row in enumerate(source(), start=1):
         if number in places:
             yield Drawn(number, places[number], row)
@@ -88,36 +95,47 @@ def drawn_rows(source: Source, seen: SeenRows, settings: RegenerationSettings) -
 
 def selected(
     rows: Iterable[Drawn], name: str, tokenizer: Any, settings: RegenerationSettings, positions: int | None
-) -> tuple[list[Dialogue], dict[str, int]]:
+) -> tuple[list[Dialogue], Counter[str]]:
     """The dialogues to write, and the number of rows left out, by the reason; of streamed rows the first `samples`.
 
     Of rows that ask the same, the one that was drawn first is kept, so that more samples contain the fewer.
     """
     left_out: Counter[str] = Counter()
-    found: dict[int | bytes, tuple[int, Dialogue]] = {}  # with its place
-    how = {"num_prompt_tokens": settings.prompt_tokens, "enable_thinking": settings.thinking}
+    kept: dict[int | bytes, Dialogue] = {}
+    places: dict[int | bytes, int] = {}
     for number, place, row in rows:
         with named_row(number, name):
             try:
-                dialogue = as_dialogue(number, row, tokenizer, **how)
+                dialogue = as_dialogue(
+                    number, row, tokenizer, settings.prompt_tokens, enable_thinking=settings.thinking
+                )
                 _check_length(dialogue, settings, positions)
             except Unanswerable as reason:
                 left_out[str(reason)] += 1
-            else:
-                key = dialogue.digest() if settings.deduplicate else number
-                if key in found:
-                    left_out["a prompt that repeats another one"] += 1
-                if key not in found or place < found[key][0]:
-                    found[key] = place, dialogue
-        if settings.streaming and (len(found) == settings.samples or (not found and number == SEARCHED_ROWS)):
+                dialogue = None
+        if dialogue is not None:
+            key = dialogue.digest() if settings.deduplicate else number
+            if key in kept:
+                left_out["a prompt that repeats another one"] += 1
+            if place < places.get(key, place + 1):
+                kept[key] = dialogue
+                places[key] = place
+        is_unlike = not kept and number == SEARCHED_ROWS  # nothing here can be answered
+        if settings.streaming and (len(kept) == settings.samples or is_unlike):
             break
-    if not found and not left_out:
-        raise ValueError(f"{name} holds no row: give {FORMS}.")
-    if not found:
-        said = ", ".join(f"{reason} ({count})" for reason, count in left_out.items())
-        larger = "" if settings.max_prompt_tokens is None else ", or a larger max_prompt_tokens"
-        raise ValueError(f"No row of {name} can be answered: {said}; give rows with a question{larger}.")
-    return [dialogue for _, dialogue in found.values()], dict(left_out)
+    if not kept:
+        raise _nothing_left(name, left_out, settings)
+    return list(kept.values()), left_out
+
+
+def _nothing_left(name: str, left_out: Counter[str], settings: RegenerationSettings) -> ValueError:
+    if not left_out:
+        return ValueError(f"{name} holds no row: give {FORMS}.")
+    reasons = [f"{reason} ({count})" for reason, count in left_out.items()]
+    remedy = "give rows with a question"
+    if settings.max_prompt_tokens is not None:
+        remedy += ", or a larger max_prompt_tokens"
+    return ValueError(f"No row of {name} can be answered: {', '.join(reasons)}; {remedy}.")
 
 
 def _check_length(dialogue: Dialogue, settings: RegenerationSettings, positions: int | None) -> None:
@@ -131,11 +149,7 @@ def _check_length(dialogue: Dialogue, settings: RegenerationSettings, positions:
 
 @contextmanager
 def unwarned_of_length(tokenizer: Any) -> Iterator[None]:
-    """Keeps the tokenizer from warning of texts that are longer than the target reads: they are cut or left out here."""
+    """Silences the tokenizer's warning of texts that are longer than the target reads: a run cuts them or leaves them out."""
     warned = getattr(tokenizer, "deprecation_warnings", {})
-    before = warned.get(WARNED_OF_LENGTH, False)
-    warned[WARNED_OF_LENGTH] = True
-    try:
+    with mock.patch.dict(warned, {WARNED_OF_LENGTH: True}):
         yield
-    finally:
-        warned[WARNED_OF_LENGTH] = before

@@ -1,4 +1,4 @@
-"""The target on a server that speaks the OpenAI protocol (vLLM, SGLang, …): ids go out, ids come back."""
+"""Answers by the target on a server that speaks the OpenAI protocol (vLLM, SGLang, …): token ids in, token ids out."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,14 +15,14 @@ from .target_writer import Answer, Request, Sampling
 
 
 class ServerWriter:
-    """A served target, with the attributes of [`TargetWriter`] and the errors of `OpenAIClient`.
+    """A served target, with the attributes of [`TargetWriter`] and the errors of its client.
 
     It asks for completions of ids, so the chat template is the tokenizer's. A server that takes no ids is asked by the
     text of the prompt; ValueError if that text is not encoded to the same ids. If an engine does not send the ids of
     an answer, its text is encoded again, which is exact for most texts and not for all; the answer says so.
 
     `model` is the name that the server serves the target under (`None`: its only model). The other objects are the
-    target's; the stop tokens of its `generation_config` end an answer. `timeout` is the longest silence in seconds.
+    target's; the stop tokens of its `generation_config` end an answer.
 
     A request that fails in a way that may pass (a busy server, a broken connection) is sent again up to four times,
     after longer and longer pauses, until `stopped` is set. `wait` pauses for the given seconds; by default it is
@@ -33,19 +33,19 @@ class ServerWriter:
 
     def __init__(
         self,
-        url: str,
+        client: OpenAIClient,
         model: str | None,
         tokenizer: Any,
         config: Any,
         generation_config: Any = None,
         batch_size: int = 64,
-        api_key: str | None = None,
-        timeout: float = 3600.0,
         wait: Callable[[float], bool | None] | None = None,
     ) -> None:
-        self._client, self.stopped = OpenAIClient(url, api_key, timeout), Event()
+        self.batch_size = batch_size
+        self.stopped = Event()
         self._wait = wait or self.stopped.wait
-        self.batch_size, self._tokenizer = batch_size, tokenizer
+        self._tokenizer = tokenizer
+        self._client = client
         self._stops = stop_ids(generation_config) or {tokenizer.eos_token_id} - {None}
         self.model = self._client.only_model(model)
         self.positions = max_positions(SimpleNamespace(config=config))  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ class ServerWriter:
         return [self._ask(request, sampling) for request in requests]
 
     def _ask(self, request: Request, sampling: Sampling) -> Answer:
-        asked: dict[str, Any] = {
+        body: dict[str, Any] = {
             "model": self.model,
             "prompt": list(request.prompt_ids),
             "max_tokens": request.max_new_tokens,
@@ -71,27 +71,43 @@ class ServerWriter:
             "return_token_ids": True,
         }
         send = partial(self._client.json, "POST", "/v1/completions")
-        ask = partial(self._client.completion, asked, self._tokenizer, send, partial(_counted, name="prompt_tokens"))
-        reply = with_retries(ask, self._wait, spread=request.seed % 1000 / 1000)
+        count_prompt = partial(_counted, name="prompt_tokens")
+        ask = partial(
+            self._client.completion,
+            body,
+            self._tokenizer,
+            send,
+            count_prompt,
+        )
+        spread = request.seed % 1000 / 1000
+        reply = with_retries(ask, self._wait, spread)
         where = f"{self._client.url}/v1/completions"
         try:
             choice = reply["choices"][0]
-            text, finish, token_ids = choice["text"], choice["finish_reason"], choice.get("token_ids")
-            is_known = isinstance(token_ids, list) and bool(token_ids)
-            if not (is_known or isinstance(text, str)):
-                raise TypeError("There are neither ids nor a text.")
-            token_ids = list(token_ids if is_known else self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            finish = choice["finish_reason"]
+            token_ids = choice.get("token_ids")
+            has_ids = isinstance(token_ids, list) and bool(token_ids)
+            if not has_ids:
+                if not isinstance(choice["text"], str):
+                    raise TypeError("There are neither ids nor a text.")
+                token_ids = self._tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"{where} answered no completion: {quote(reply)}.") from error
         if finish not in ("stop", "length"):
             raise ValueError(f"{where} ended an answer with {finish!r}: look at its log.")
+        token_ids = list(token_ids)
         ended = finish == "stop"
         if ended and self._stops and (not token_ids or token_ids[-1] not in self._stops):
             own = self._tokenizer.eos_token_id  # most engines leave the stop token out of the text
             token_ids.append(own if own in self._stops else min(self._stops))
         num_tokens = _counted(reply, "completion_tokens")
-        is_miscounted = not is_known and num_tokens is not None and num_tokens != len(token_ids)
-        return Answer(token_ids, ended, is_encoded=not is_known, is_miscounted=is_miscounted)
+        is_other_count = num_tokens not in (None, len(token_ids))
+        return Answer(
+            token_ids,
+            ended,
+            is_encoded=not has_ids,
+            is_miscounted=not has_ids and is_other_count,
+        )
 
 
 def _counted(reply: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a regeneration run is asked: its rows, and how to answer them."""
+"""The settings of a regeneration run."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class RegenerationSettings(Sampling):
     prompt_tokens: int = 16  # number of tokens of a `text` that are its prompt
     samples: int | None = None  # number of rows; `None` for all. Fewer rows are a subset of more
     split: str = "train"  # of a data set that has several
-    streaming: bool = False  # answer the first `samples` rows that can be answered, and read a data set only as far
+    streaming: bool = False  # read a data set only as far as needed: to the first `samples` rows that can be answered
     deduplicate: bool = True  # leave out rows that ask what another one does; not for several sampled answers of each
     max_prompt_tokens: int | None = None  # leave out rows with a longer prompt, of a chat the first one
     drop_cut: bool = False  # leave out rows with an answer that the longest length cut off

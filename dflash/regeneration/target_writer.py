@@ -1,4 +1,10 @@
-"""Answers by the target in this process: ids in, ids out. A drafter learns best from its target's own answers."""
+"""Answers by the target in this process: token ids in, token ids out. A drafter learns best from its target's own answers.
+
+Without a drafter `generate` of transformers writes them, and a logits processor chooses the tokens, with the uniforms by which
+the loop with a drafter would choose them.
+"""
+
+from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -31,8 +37,11 @@ class Sampling:
     top_k: int = 0  # 0 for all tokens
 
     def __post_init__(self) -> None:
-        for name, (is_meant, remedy) in SETTINGS.items():
-            if (value := vars(self).get(name)) is not None and not is_meant(value):
+        for name, value in vars(self).items():
+            if name not in SETTINGS:
+                continue
+            is_meant, remedy = SETTINGS[name]
+            if not is_meant(value):
                 raise ValueError(f"{name}={value!r}: {remedy}.")
 
 
@@ -54,106 +63,6 @@ class Answer:
     acceptance_lengths: list[int] = field(default_factory=list)  # per verify step, with a drafter
     is_encoded: bool = False  # whether the ids were encoded from a text, because a server did not send them
     is_miscounted: bool = False  # whether the server counted another number of tokens in that text
-
-
-class TargetWriter:
-    """The target in this process. With a drafter it takes fewer steps, and large batches may be slower; in fp32 no token changes.
-
-    An answer depends on its prompt, its seed and the sampling; on the other prompts of its batch only by rounding.
-    With a `trace`, the anchors of drafts that were rejected are recorded there. ValueError if the target's logits are NaN
-    or infinite, here or in an answer.
-    """
-
-    is_concurrent: Literal[False] = False  # requests do not run side by side
-
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        drafter: PreTrainedModel | None = None,
-        batch_size: int = 8,
-        trace: Trace | None = None,
-    ) -> None:
-        check_logits(target)
-        self.target, self.drafter, self.batch_size, self.trace = target, drafter, batch_size, trace
-        self.positions = max_positions(target)  # the longest sequence, `None` if the config does not say
-        self.revision = getattr(target.config, "_commit_hash", None)
-        self.facts = {  # that the answers depend on besides requests and sampling
-            "weights": model_fingerprint(target),
-            "config": config_fingerprint(target.config, target.generation_config),
-            "dtype": str(target.dtype).removeprefix("torch."),
-        }
-
-    def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
-        """The answers, one batch."""
-        stops = stop_ids(self.target.generation_config)
-        texts = [_Text(request, stops) for request in requests]
-        if self.drafter is None:
-            self._finish(texts, sampling)
-        else:
-            for together in self._roomy_first(texts):
-                self._draft(together, sampling)
-                self._finish(together, sampling)
-        if self.trace is not None:
-            for text in texts:
-                self.trace.append(text.request.prompt_ids, text.token_ids, text.rejected)
-        return [Answer(text.token_ids, text.ended, text.acceptance_lengths) for text in texts]
-
-    def _finish(self, texts: "Sequence[_Text]", sampling: Sampling) -> None:
-        """Writes what is left of each text, without the drafter."""
-        uniforms = PositionUniforms(len(texts), _generators(texts))
-        while numbers := [number for number, text in enumerate(texts) if not text.is_done]:
-            going = [texts[number] for number in numbers]
-            prompts = [text.all_ids for text in going]
-            # All that go on have as many new tokens: they were in every batch so far, to its end.
-            begin = max(map(len, prompts)) - len(going[0].token_ids)
-            choose = _ByUniforms(uniforms, numbers, begin)
-            written = _write(self.target, prompts, self._num_steps(going), sampling, choose)
-            for text, token_ids in zip(going, written, strict=True):
-                text.append(token_ids)
-
-    def _num_steps(self, texts: "Sequence[_Text]") -> int:
-        """Number of tokens to write next: up to the longest answer, or to where the longest text fills the positions.
-
-        The others go on without that text. Beyond its positions a target with learned ones fails, and one whose rotary
-        frequencies depend on the length would write other answers in the whole batch.
-        """
-        wanted = max(text.request.max_new_tokens - len(text.token_ids) for text in texts)
-        longest = max(len(text.all_ids) for text in texts)
-        if self.positions is None or longest >= self.positions:  # a request may ask to go beyond them
-            return wanted
-        return min(wanted, self.positions - longest)
-
-    def _roomy_first(self, texts: "Sequence[_Text]") -> "list[list[_Text]]":
-        """Batches of which each drafts half of its longest answer or more.
-
-        A batch drafts up to where its longest text fills the positions, so one that is nearly full would end the drafts
-        of all. Uniforms are drawn anew in each call of the loop: a batch that has ended cannot draft on.
-        """
-        found: list[list[_Text]] = []
-        for text in sorted(texts, key=lambda one: -self._num_steps([one])):
-            if found and 2 * self._num_steps([*found[-1], text]) >= self._num_steps(found[-1][:1]):
-                found[-1].append(text)
-            else:
-                found.append([text])
-        return found
-
-    def _draft(self, texts: "Sequence[_Text]", sampling: Sampling) -> None:
-        """Writes with the drafter up to where the longest text fills the positions: no draft fits there."""
-        drafter: Any = self.drafter
-        names = ("temperature", "top_p", "top_k") if sampling.temperature else ("temperature",)
-        blocks = generate_blocks(
-            drafter,
-            self.target,
-            [torch.tensor(text.request.prompt_ids) for text in texts],
-            max_new_tokens=self._num_steps(texts),
-            generator=_generators(texts),
-            verification="match",  # the uniforms of a position then choose its token as without a drafter
-            # What is recorded are the drafter's own drafts.
-            **({} if self.trace is None else {"prompt_lookup_num_tokens": 0}),
-            **{name: getattr(sampling, name) for name in names},
-        )
-        for block in blocks:
-            texts[block.sequence].take(block)
 
 
 @dataclass
@@ -179,7 +88,12 @@ class _Text:
     @property
     def is_done(self) -> bool:
         """Whether it ended or is as long as it may be."""
-        return self.ended or len(self.token_ids) == self.request.max_new_tokens
+        return self.ended or self.num_left == 0
+
+    @property
+    def num_left(self) -> int:
+        """The number of tokens that may still follow."""
+        return self.request.max_new_tokens - len(self.token_ids)
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Takes tokens until it is done; its batch may have gone on."""
@@ -193,10 +107,127 @@ class _Text:
         if self.is_done:
             return
         if was_rejected(block):
-            self.rejected.append(len(self.request.prompt_ids) + len(self.token_ids) - 1)
+            self.rejected.append(len(self.all_ids) - 1)
         if not block.is_prefill:
             self.acceptance_lengths.append(block.acceptance_length)
         self.append(block.token_ids)
+
+
+class TargetWriter:
+    """The target in this process. A drafter saves steps, though large batches may be slower; in fp32 it changes no token.
+
+    An answer depends on its prompt, its seed and the sampling; on the other prompts of its batch only by rounding.
+    With a `trace`, the anchors of drafts that were rejected are recorded there. ValueError if the target's logits are NaN
+    or infinite, here or in an answer.
+    """
+
+    is_concurrent: Literal[False] = False  # requests do not run side by side
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: PreTrainedModel | None = None,
+        batch_size: int = 8,
+        trace: Trace | None = None,
+    ) -> None:
+        check_logits(target)
+        self.target = target
+        self.drafter = drafter
+        self.batch_size = batch_size
+        self.trace = trace
+        self.positions = max_positions(target)  # the longest sequence, `None` if the config does not say
+        self.revision = getattr(target.config, "_commit_hash", None)
+        self.facts = {  # that the answers depend on besides requests and sampling
+            "weights": model_fingerprint(target),
+            "config": config_fingerprint(target.config, target.generation_config),
+            "dtype": str(target.dtype).removeprefix("torch."),
+        }
+
+    def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+        """The answers, one batch."""
+        stops = stop_ids(self.target.generation_config)
+        texts = [_Text(request, stops) for request in requests]
+        if self.drafter is None:
+            self._finish(texts, sampling)
+        else:
+            for batch in self._roomy_first(texts):
+                self._draft(batch, sampling)
+                self._finish(batch, sampling)
+        answers = []
+        for text in texts:
+            if self.trace is not None:
+                prompt_ids = text.request.prompt_ids
+                self.trace.append(prompt_ids, text.token_ids, text.rejected)
+            answer = Answer(text.token_ids, text.ended, text.acceptance_lengths)
+            answers.append(answer)
+        return answers
+
+    def _finish(self, texts: Sequence[_Text], sampling: Sampling) -> None:
+        """Writes what is left of each text, without the drafter."""
+        uniforms = PositionUniforms(len(texts), _generators(texts))
+        while True:
+            numbers = [number for number, text in enumerate(texts) if not text.is_done]
+            if not numbers:
+                return
+            unfinished = [texts[number] for number in numbers]
+            prompts = [text.all_ids for text in unfinished]
+            width = max(map(len, prompts))
+            # They all have as many new tokens: they were in every batch so far, to its end.
+            num_new = len(unfinished[0].token_ids)
+            choose = _ByUniforms(uniforms, numbers, width - num_new)
+            num_steps = self._num_steps(unfinished)
+            written = _write(self.target, prompts, num_steps, sampling, choose)
+            for text, token_ids in zip(unfinished, written, strict=True):
+                text.append(token_ids)
+
+    def _num_steps(self, texts: Sequence[_Text]) -> int:
+        """Number of tokens to write next: up to the longest answer, or to where the longest text fills the positions.
+
+        The others go on without that text. Beyond its positions a target with learned ones fails, and one whose rotary
+        frequencies depend on the length would write other answers in the whole batch.
+        """
+        num_left = max(text.num_left for text in texts)
+        longest = max(len(text.all_ids) for text in texts)
+        if self.positions is None or longest >= self.positions:  # a request may ask to go beyond them
+            return num_left
+        return min(num_left, self.positions - longest)
+
+    def _roomy_first(self, texts: Sequence[_Text]) -> list[list[_Text]]:
+        """Batches in which every text can draft at least half as far as the roomiest one.
+
+        A batch drafts up to where its longest text fills the positions, so one that is nearly full would end the drafts
+        of all. Uniforms are drawn anew in each call of the loop: a batch that has ended cannot draft on.
+        """
+        batches: list[list[_Text]] = []
+        roomiest = 0
+        by_room = sorted(texts, key=lambda text: self._num_steps([text]), reverse=True)
+        for text in by_room:
+            if batches and 2 * self._num_steps([*batches[-1], text]) >= roomiest:
+                batches[-1].append(text)
+            else:
+                batches.append([text])
+                roomiest = self._num_steps([text])
+        return batches
+
+    def _draft(self, texts: Sequence[_Text], sampling: Sampling) -> None:
+        """Writes with the drafter up to where the longest text fills the positions: no draft fits there."""
+        drafter: Any = self.drafter
+        options: dict[str, Any] = {"temperature": sampling.temperature}
+        if sampling.temperature:
+            options |= {"top_p": sampling.top_p, "top_k": sampling.top_k}
+        if self.trace is not None:  # the drafter's own drafts are recorded
+            options["prompt_lookup_num_tokens"] = 0
+        blocks = generate_blocks(
+            drafter,
+            self.target,
+            [torch.tensor(text.request.prompt_ids) for text in texts],
+            max_new_tokens=self._num_steps(texts),
+            generator=_generators(texts),
+            verification="match",  # the uniforms of a position then choose its token as without a drafter
+            **options,
+        )
+        for block in blocks:
+            texts[block.sequence].take(block)
 
 
 def _generators(texts: Sequence[_Text]) -> list[torch.Generator]:
@@ -219,29 +250,35 @@ def regenerate(
     *,
     max_new_tokens: int,
     batch_size: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
+    sampling: Sampling | None = None,
     seed: int = 0,
     drafter: PreTrainedModel | None = None,
 ) -> Iterator[Regenerated]:
-    """The target's response to each prompt, greedy at temperature 0, in the order in which batches finish.
+    """The target's response to each prompt, greedy by default, in the order in which batches finish.
 
     Prompts of like length share a batch. A sampled response depends on `seed` and its prompt's place in the list, not
     on the batch, and no global state changes.
     """
-    write, sampling = TargetWriter(target, drafter, batch_size), Sampling(temperature, top_p, top_k)
-    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
-    for begin in range(0, len(order), batch_size):
-        chosen = order[begin : begin + batch_size]
-        requests = [Request(prompts[i], row_seed(seed, i), max_new_tokens) for i in chosen]
-        for i, answer in zip(chosen, write(requests, sampling), strict=True):
-            yield Regenerated(i, with_response(prompts[i], answer.token_ids), ended=answer.ended)
+    write = TargetWriter(target, drafter, batch_size)
+    sampling = sampling or Sampling()
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    while order:
+        batch = order[:batch_size]
+        order = order[batch_size:]
+        requests = []
+        for index in batch:
+            request = Request(prompts[index], row_seed(seed, index), max_new_tokens)
+            requests.append(request)
+        answers = write(requests, sampling)
+        for index, answer in zip(batch, answers, strict=True):
+            example = with_response(prompts[index], answer.token_ids)
+            yield Regenerated(index, example, answer.ended)
 
 
 def row_seed(seed: int, *place: int) -> int:
     """A seed for a place in the data, such as a row and a turn: below 2**63."""
-    return int(hashlib.sha256(repr((seed, *place)).encode()).hexdigest()[:16], 16) >> 1
+    digest = hashlib.sha256(repr((seed, *place)).encode())
+    return int(digest.hexdigest()[:16], 16) >> 1
 
 
 @torch.inference_mode()
@@ -250,14 +287,13 @@ def _write(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: Sampling,
-    choose: "_ByUniforms",
+    choose: _ByUniforms,
 ) -> list[list[int]]:
-    """New tokens after each prompt, one batch; tokens after a stop token are not removed."""
+    """The new tokens after each prompt of a batch. Tokens after a stop token are not removed."""
     width = max(map(len, prompts))
-    padded = partial(pad_sequence, batch_first=True, padding_side="left")
-    input_ids = padded([torch.tensor(prompt) for prompt in prompts])
-    attention_mask = padded([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts])
-    config = target.config.get_text_config(decoder=True)
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    input_ids = pad([torch.tensor(prompt) for prompt in prompts])
+    attention_mask = pad([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts])
     watch = _Watch()
     processors = processing.LogitsProcessorList([watch])
     if sampling.temperature:
@@ -268,13 +304,16 @@ def _write(
         if sampling.top_p < 1:
             processors.append(processing.TopPLogitsWarper(sampling.top_p))
         processors.append(choose)
-    # A preallocated cache is faster; targets with linear layers have caches of their own.
-    has_states = set(LINEAR_TYPES) & set(getattr(config, "layer_types", None) or ())
-    cache = None if has_states else PreallocatedCache(config.num_hidden_layers, width + max_new_tokens)
-    given: dict[str, Any] = {} if cache is None else {CACHE_NAME: cache}
-    stops = stop_ids(target.generation_config)
-    if stops and target.generation_config.pad_token_id is None:
-        given["pad_token_id"] = min(stops)
+    options: dict[str, Any] = {}
+    config = target.config.get_text_config(decoder=True)
+    layer_types = getattr(config, "layer_types", None) or ()
+    if not set(LINEAR_TYPES) & set(layer_types):  # linear layers have caches of their own
+        length = width + max_new_tokens
+        options[CACHE_NAME] = PreallocatedCache(config.num_hidden_layers, length)  # which is faster
+    settings: Any = target.generation_config
+    stops = stop_ids(settings)
+    if stops and settings.pad_token_id is None:
+        options["pad_token_id"] = min(stops)
     generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
     sequences = generate(
         input_ids.to(target.device),
@@ -282,8 +321,10 @@ def _write(
         max_new_tokens=max_new_tokens,
         logits_processor=processors,
         do_sample=False,
-        **dict.fromkeys(("temperature", "top_p", "top_k")),  # unused here, and warned about where the target sets them
-        **given,
+        temperature=None,  # these are unused here, and warned about where the target sets them
+        top_p=None,
+        top_k=None,
+        **options,
     )
     if watch.is_broken:
         raise broken_logits(target)
@@ -304,14 +345,15 @@ class _Watch(processing.LogitsProcessor):
 class _ByUniforms(processing.LogitsProcessor):
     """Leaves the one token that each sequence's own uniforms choose, as sampled decoding with a drafter does."""
 
-    def __init__(self, uniforms: PositionUniforms, sequences: Sequence[int], begin: int) -> None:
-        self.uniforms, self.sequences = uniforms, sequences  # the sequences of a batch, by their number in `uniforms`
-        self.begin = begin  # column of the first new token
+    def __init__(self, uniforms: PositionUniforms, sequences: Sequence[int], first_column: int) -> None:
+        self.uniforms = uniforms
+        self.sequences = sequences  # of the batch, by their number in `uniforms`
+        self.first_column = first_column  # of the new tokens
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Scores [B, V]: 0 for the chosen token, -inf for all others."""
-        position = input_ids.shape[1] - self.begin
-        uniforms = torch.stack([self.uniforms(i, position, 1) for i in self.sequences])  # [B, 1]
+        position = input_ids.shape[1] - self.first_column
+        uniforms = torch.stack([self.uniforms(sequence, position, 1) for sequence in self.sequences])  # [B, 1]
         choices = choose_sampled(scores[:, None], place_uniforms(uniforms, scores.device))  # [B, 1]
-        picked: Any = torch.full_like(scores, -torch.inf).scatter_(1, choices, 0.0)
-        return picked
+        chosen: Any = torch.full_like(scores, -torch.inf).scatter_(1, choices, 0.0)
+        return chosen

@@ -9,11 +9,10 @@ if TYPE_CHECKING:
     from .acceptance import Acceptance, measure_acceptance
     from .adaptation import adapt, adaptation_sources
     from .adaptation_trace import Trace, recorded, was_rejected
-    from .batches import Batch, collate, epoch_batches, sample_anchors, valid_anchors
+    from .batches import Batch, BatchPlan, collate, epoch_batches, sample_anchors, valid_anchors
     from .checkpointing import TrainingRecord, save_drafter
     from .data import (
         SEARCHED_ROWS,
-        Example,
         chat_messages,
         encode,
         encode_prompt,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         write_examples,
     )
     from .device import computes_in_bf16
+    from .examples import Example
     from .frozen_target import FrozenTarget, can_pack
     from .initialization import find_mask_token, new_drafter, spread_taps
     from .layout import lay_out_blocks
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from .losses import LOSSES, chunked_loss, decay_weights, default_gamma
     from .objective import DrafterLoss
     from .optimizers import build_optimizers
-    from .run import claimed, tracker_options, train, train_drafter
-    from .settings import ADAPTATION, DRAFTER, REMOVED, TrainingSettings, read_yaml
+    from .rehearsal import rehearse
+    from .run import RunOptions, claimed, tracker_options, train, train_drafter
+    from .settings import ADAPTATION, DRAFTER, TrainingSettings, read_yaml
     from .size_estimate import estimate_memory, oversize
     from .sources import FORMS, check_split, read_rows
     from .trainer import Trainer
@@ -45,14 +46,15 @@ __all__ = [
     "DRAFTER",
     "FORMS",
     "LOSSES",
-    "REMOVED",
     "SEARCHED_ROWS",
     "Acceptance",
     "Batch",
+    "BatchPlan",
     "DrafterLoss",
     "Example",
     "FrozenTarget",
     "Prepared",
+    "RunOptions",
     "Trace",
     "Trainer",
     "TrainingRecord",
@@ -88,6 +90,7 @@ __all__ = [
     "read_rows",
     "read_yaml",
     "recorded",
+    "rehearse",
     "sample_anchors",
     "save_drafter",
     "sharegpt_messages",
@@ -103,12 +106,4 @@ __all__ = [
     "write_examples",
 ]
 
-# The command line reads the settings and needs no torch for it. These names of the last release are elsewhere now.
-_RENAMED = {"read_examples": "load_examples"} | {
-    name: f"dflash.regeneration.{name}"
-    for name in (
-        "Regenerated", "RegenerationRecord", "RegenerationSettings", "Sampling", "ServerWriter", "TargetWriter", "regenerate",
-        "regenerate_data",
-    )
-}  # fmt: skip
-__getattr__, __dir__ = lazy_names(__name__, __file__, _RENAMED)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -1,7 +1,6 @@
 """True acceptance: what a drafter saves in decoding, measured by the loop that users run."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -12,6 +11,9 @@ from transformers.modeling_utils import PreTrainedModel
 from dflash.model import drafting_dflash
 from dflash.model.generation_dflash import generate_blocks
 
+from .examples import Prompts
+from .settings import Facts
+
 
 @dataclass(frozen=True)
 class Acceptance:
@@ -21,7 +23,7 @@ class Acceptance:
         steps: Verify steps.
         committed: Accepted proposals and one token of the target's own per step, before stop and length cuts.
         kept: Tokens kept after these cuts.
-        accepted: Of each position of a draft, in how many steps it was accepted.
+        accepted: For each position of a draft, the number of steps in which it was accepted.
     """
 
     steps: int
@@ -31,7 +33,12 @@ class Acceptance:
 
     def __add__(self, other: "Acceptance") -> "Acceptance":
         accepted = tuple(map(sum, zip_longest(self.accepted, other.accepted, fillvalue=0)))
-        return Acceptance(self.steps + other.steps, self.committed + other.committed, self.kept + other.kept, accepted)
+        return Acceptance(
+            self.steps + other.steps,
+            self.committed + other.committed,
+            self.kept + other.kept,
+            accepted,
+        )
 
     @property
     def tau(self) -> float:
@@ -43,27 +50,49 @@ class Acceptance:
         """Tokens kept per verify step, on which a speed-up rests."""
         return self.kept / max(1, self.steps)
 
+    def figures(self) -> Facts:
+        """Tau, tokens a step, and the share of the steps in which each position was accepted."""
+        steps = max(1, self.steps)
+        shares = [round(count / steps, 4) for count in self.accepted]
+        return {"tau": self.tau, "tokens_per_step": self.tokens_per_step, "accepted": shares}
+
 
 @torch.no_grad()
-def measure_acceptance(
-    drafter: PreTrainedModel, target: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
-) -> Acceptance:
+def measure_acceptance(drafter: Any, target: PreTrainedModel, prompts: Prompts, max_new_tokens: int) -> Acceptance:
     """Greedy acceptance over `prompts`, each decoded by `generate_blocks`.
 
-    A drafter of which nothing is accepted gives no warning here: that is the state in which training begins.
+    The engine's warning about a drafter of which nothing is accepted is hidden: training begins in that state.
     """
-    config: Any = drafter.config
-    total = Acceptance(0, 0, 0, (0,) * config.num_proposals)
-    level = drafting_dflash.logger.level
-    drafting_dflash.logger.setLevel(logging.ERROR)
+    total = Acceptance(
+        0,
+        0,
+        0,
+        (0,) * drafter.config.num_proposals,
+    )
+    logger = drafting_dflash.logger
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         for prompt in prompts:
-            input_ids = torch.tensor([list(prompt)], device=target.device)
-            # Uncompiled: a near-tie must not depend on how many steps this process has run before.
-            how: dict[str, Any] = {"temperature": 0.0, "compile": False, "prompt_lookup_num_tokens": 0}
-            for block in generate_blocks(drafter, target, input_ids, max_new_tokens=max_new_tokens, **how):
-                if not block.is_prefill:
-                    total += Acceptance(1, block.acceptance_length, len(block.token_ids), (1,) * block.num_accepted)
+            blocks = generate_blocks(
+                drafter,
+                target,
+                torch.tensor([list(prompt)], device=target.device),
+                max_new_tokens=max_new_tokens,
+                temperature=0.0,
+                compile=False,  # a near-tie must not depend on how many steps this process has run before
+                prompt_lookup_num_tokens=0,
+            )
+            for block in blocks:
+                if block.is_prefill:
+                    continue
+                accepted = (1,) * block.num_accepted
+                total += Acceptance(
+                    1,
+                    block.acceptance_length,
+                    len(block.token_ids),
+                    accepted,
+                )
     finally:
-        drafting_dflash.logger.setLevel(level)
+        logger.setLevel(level)
     return total

@@ -1,23 +1,23 @@
-"""Adapts a drafter to a user's texts: the trainer's steps, a goal by domain, and the drafter as it was as the first candidate."""
+"""Adapts a drafter to a user's texts: acceptance is measured on each domain, and the drafter at the beginning may stay the best."""
 
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain, takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from dflash.common.messages import Announce
 from dflash.common.provenance import public_name
 
 from .checkpointing import TrainingRecord
-from .data import Example
-from .lazy_sequences import chosen, joined, lengths_of
-from .loading import Prepared, answers_of, prepare
-from .run import Claim, Goal, claimed, train
-from .settings import ADAPTATION, TrainingSettings
-from .sources import FILE_FORMATS
+from .examples import Examples, Prompts, joined, lengths_of, selected
+from .loading import Prepared, answers_of, load, prepare_domain
+from .run import Goal, RunOptions, train_prepared
+from .settings import ADAPTATION, Facts, TrainingSettings
+from .sources import FILE_FORMATS, Source
 from .trainer import Trainer
 
 
@@ -27,51 +27,48 @@ FORGOTTEN = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptationGoal(Goal):
-    """The highest mean tau of the `domains` but the `general` one, while that of none falls by more than `FORGOTTEN`."""
+    """The highest mean tau of the `domains` without the `general` one. The tau of no domain may fall by more than `FORGOTTEN`."""
 
-    domains: Mapping[str, Sequence[Sequence[int]]]  # held-out prompts
-    general: str | None = None  # the domain that is to be kept and not to be adapted to
+    domains: Mapping[str, Prompts]  # held-out prompts
+    general: str = ""  # the domain that is to be kept and not to be adapted to, if there is one
 
-    def measure(self, trainer: Trainer) -> dict[str, Any]:
-        """A point of the curve with the acceptance on each domain; before the first step without a loss."""
+    def measure(self, trainer: Trainer) -> Facts:
+        """A point of the curve with the acceptance on each domain. Before the first step it has no loss."""
         point = trainer.measure(())
-        found = {name: trainer.acceptance(prompts) for name, prompts in self.domains.items()}
-        point["tau"] = fmean(one.tau for name, one in found.items() if name != self.general)
-        point["domains"] = {
-            name: {
-                "tau": one.tau,
-                "tokens_per_step": one.tokens_per_step,
-                "accepted": [round(count / max(1, one.steps), 4) for count in one.accepted],
-            }
-            for name, one in found.items()
-        }
+        domains = {}
+        for name, prompts in self.domains.items():
+            domains[name] = trainer.acceptance(prompts).figures()
+        taus = {name: figures["tau"] for name, figures in domains.items()}
+        taus.pop(self.general, None)
+        point["tau"] = fmean(taus.values())
+        point["domains"] = domains
         return point
 
-    def is_better(self, point: dict[str, Any], record: TrainingRecord) -> bool:
-        """Whether more is accepted than at the best point, and no domain was forgotten."""
+    def is_better(self, point: Facts, record: TrainingRecord) -> bool:
+        """Whether tau is higher than at the best point, and no domain was forgotten."""
         first = record.curve[0]["domains"] if record.curve else {}
-        is_forgotten = any(point["domains"][name]["tau"] < (1 - FORGOTTEN) * one["tau"] for name, one in first.items())
-        return not is_forgotten and super().is_better(point, record)
+        for name, figures in first.items():
+            tau = point["domains"][name]["tau"]
+            if tau < (1 - FORGOTTEN) * figures["tau"]:
+                return False
+        return super().is_better(point, record)
 
 
 def adapt(
-    target: str | os.PathLike[str],
-    drafter: str | os.PathLike[str],
-    data: Sequence[str | os.PathLike[str]],
-    output: str | os.PathLike[str],
+    target: Source,
+    drafter: Source,
+    data: Sequence[Source],
+    output: Source,
     settings: TrainingSettings = ADAPTATION,
     *,
-    general: str | os.PathLike[str] | None = None,
+    general: Source | None = None,
     general_share: float = 0.3,
-    provenance: dict[str, Any] | None = None,
-    announce: Callable[[str], None] | None = None,
-    claim: Claim | None = None,
-    **arguments: Any,
+    **options: Any,
 ) -> TrainingRecord:
-    """Trains `drafter` further on `data`, and keeps in `output` the state of it that accepts most: at first the one it was.
+    """Trains `drafter` further on `data`, and keeps in `output` the state that accepts most, which may be its first.
 
     Each file is a domain, whose acceptance is measured on prompts of its own before and after; the checkpoint's card says both.
-    A state that accepts more than 2 % less of any file, or of the `general` texts, is not kept. It ends when nothing
+    A state that accepts more than 2 % less of any file, or of the `general` texts, is not kept. The run ends when nothing
     has improved for `settings.patience` measurements.
 
     Args:
@@ -82,10 +79,7 @@ def adapt(
         settings: The recipe. Without `lora_rank` all weights are trained.
         general: Answers to prompts of the kind that the drafter is good at already.
         general_share: Share of the tokens that are general, at most.
-        provenance: As in [`train`].
-        announce: As in [`train`].
-        claim: As in [`train`].
-        arguments: Others of [`train`], such as `resume` and `overwrite`.
+        options: Fields of [`RunOptions`], such as `resume` and `overwrite`.
 
     Raises:
         ValueError: for data that cannot be trained on or measured on, a trace of another target, or as [`train`].
@@ -96,40 +90,39 @@ def adapt(
         >>> print(record.best_step, record.best_tau)
     """
     sources = adaptation_sources(data, settings, general, general_share)
-    target, general = os.fspath(target), None if general is None else next(reversed(sources))
+    general_name = "" if general is None else next(reversed(sources))
     settings = replace(settings, init=os.fspath(drafter))
-    flags = {name: arguments.pop(name, False) for name in ("resume", "overwrite")}
-    with nullcontext(claim) if claim else claimed(output, settings, **flags) as held:  # before anything is loaded
-        if held.finished is not None:
-            return TrainingRecord.of_finished(held.finished)
-        domains = _domains(sources, target, settings, announce)
-        first = next(iter(domains.values()))
-        known = {
-            "target_name": public_name(target),
-            "target_is_local": os.path.exists(target),
-            "data_name": ", ".join(sources),
-            "adapted": {"name": public_name(drafter), "weights": first.init_weights},
-        }
-        goal = AdaptationGoal(
-            held_out=[prompt for domain in domains.values() for prompt in domain.held_out],
-            domains={name: domain.held_out for name, domain in domains.items()},
-            general=general,
+    run_options = RunOptions(**options)
+    with run_options.claimed(output, settings) as claim:  # before anything is loaded
+        if claim.finished is not None:
+            return TrainingRecord.of_finished(claim.finished)
+        domains = _domains(sources, target, settings, run_options.announce)
+        ready = next(iter(domains.values()))
+        run_options = run_options.with_facts(
+            target_name=public_name(target),
+            target_is_local=os.path.exists(target),
+            data_name=", ".join(sources),
+            adapted={"name": public_name(drafter), "weights": ready.init_weights},
         )
-        examples = joined([domain.examples for name, domain in domains.items() if name != general])
-        if general is not None:
-            room = general_share / (1 - general_share) * sum(lengths_of(examples))
-            examples = joined([examples, _some(domains[general].examples, room, settings.seed)])
-        arguments |= {"announce": announce, "claim": held, "goal": goal, "provenance": known | (provenance or {})}
-        return train(first.drafter, first.target, examples, goal.held_out, settings, output, **arguments)
+        prompts = {name: domain.held_out for name, domain in domains.items()}
+        held_out = list(chain.from_iterable(prompts.values()))
+        goal = AdaptationGoal(held_out=held_out, domains=prompts, general=general_name)
+        parts = [domain.examples for name, domain in domains.items() if name != general_name]
+        if general_name:
+            num_tokens = sum(lengths_of(joined(parts)))
+            room = num_tokens * general_share / (1 - general_share)
+            parts.append(_some(domains[general_name].examples, room, settings.seed))
+        ready = replace(ready, examples=joined(parts), held_out=held_out)
+        return train_prepared(ready, settings, claim, replace(run_options, goal=goal))
 
 
 def adaptation_sources(
-    data: Sequence[str | os.PathLike[str]],
+    data: Sequence[Source],
     settings: TrainingSettings,
-    general: str | os.PathLike[str] | None = None,
+    general: Source | None = None,
     general_share: float = 0.3,
 ) -> dict[str, str]:
-    """`data` and, last, `general` by the names by which they are reported: without folder and ending.
+    """The files of `data` and, last, of `general`. The key of each is its name in reports, without folder and ending.
 
     Raises:
         ValueError: for arguments that [`adapt`] refuses, before anything is read.
@@ -142,39 +135,46 @@ def adaptation_sources(
         )
     if not 0 < general_share < 1:
         raise ValueError(f"general_share={general_share}: give a share of the tokens, above 0 and below 1.")
-    named: dict[str, str] = {}
-    for one in [*data, *([] if general is None else [general])]:
-        source, path = os.fspath(one), Path(one)
-        name = (path.stem if path.suffix in (".jsonl", ".json", *FILE_FORMATS) else path.name).removesuffix(".trace")
-        if name in named:
+    sources: dict[str, str] = {}
+    for path in map(Path, data if general is None else [*data, general]):
+        source = str(path)
+        is_file_name = path.suffix in (".jsonl", ".json", *FILE_FORMATS)
+        name = (path.stem if is_file_name else path.name).removesuffix(".trace")
+        if name in sources:
             raise ValueError(
-                f"{named[name]} and {source} have one name ({name}), by which they are reported: rename one of them."
+                f"{sources[name]} and {source} have one name ({name}), by which they are reported: rename one of them."
             )
-        named[name] = source
-    return named
+        sources[name] = source
+    return sources
 
 
 def _domains(
-    sources: Mapping[str, str],
-    target: str,
-    settings: TrainingSettings,
-    announce: Callable[[str], None] | None,
+    sources: Mapping[str, str], target: Source, settings: TrainingSettings, announce: Announce
 ) -> dict[str, Prepared]:
-    """Each domain's examples and held-out prompts, with the models, which all share."""
-    domains: dict[str, Prepared] = {}
-    found = None
-    for name, source in sources.items():
-        domains[name] = found = prepare(target, source, settings, announce, found, needs_held_out=True)
-        answers_of(source, found.target, announce)  # for what it announces
+    """The examples and held-out prompts of each domain. All domains share the models."""
+    ready, tables = load(
+        target,
+        list(sources.values()),
+        settings,
+        announce,
+    )
+    domains = {}
+    for (name, source), table in zip(sources.items(), tables, strict=True):
+        domains[name] = prepare_domain(
+            ready,
+            source,
+            table,
+            settings,
+            announce,
+        )
+        answers_of(source, ready.target, announce)  # for what it announces
     return domains
 
 
-def _some(examples: Sequence[Example], room: float, seed: int) -> Sequence[Example]:
+def _some(examples: Examples, room: float, seed: int) -> Examples:
     """Examples of at most `room` tokens in all, in random order."""
-    places, lengths = [], lengths_of(examples)
-    for place in random.Random(seed).sample(range(len(examples)), len(examples)):
-        room -= lengths[place]
-        if room < 0:
-            break
-        places.append(place)
-    return chosen(examples, places)
+    lengths = lengths_of(examples)
+    order = random.Random(seed).sample(range(len(lengths)), len(lengths))
+    ends = accumulate(lengths[place] for place in order)
+    count = sum(1 for _ in takewhile(lambda end: end <= room, ends))
+    return selected(examples, order[:count])

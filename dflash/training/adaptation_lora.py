@@ -1,6 +1,7 @@
-"""A change of low rank to each matrix of a drafter (LoRA, https://arxiv.org/abs/2106.09685), merged where it decodes or is saved.
+"""A change of low rank to each matrix of a drafter (LoRA, https://arxiv.org/abs/2106.09685).
 
-As a parametrisation of torch's it is seen by every reader of `weight`, also by compiled forwards and other optimisers.
+It is a parametrisation of torch, so compiled forwards and optimisers read the changed `weight`. It is merged into the weights
+where the drafter decodes or is saved.
 """
 
 import copy
@@ -8,21 +9,21 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 
 class LowRankChange(nn.Module):
     """The weight and a matrix of low rank, which is 0 at first."""
 
-    def __init__(self, weight: torch.Tensor, rank: int, generator: torch.Generator) -> None:
+    def __init__(self, weight: Tensor, rank: int, generator: torch.Generator) -> None:
         super().__init__()
         height, width = weight.shape
         down = torch.randn(rank, width, generator=generator) / math.sqrt(width)
         self.down = nn.Parameter(down.to(weight))  # [R, in]
         self.up = nn.Parameter(weight.new_zeros(height, rank))  # [out, R]
 
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, weight: Tensor) -> Tensor:
         """The changed weight, [out, in]."""
         return weight + self.up @ self.down
 
@@ -53,7 +54,9 @@ def is_changed(drafter: nn.Module) -> bool:
 
 def merged(drafter: Any) -> Any:
     """A copy in which the changes are part of the weights."""
-    state = {name: value for name, value in drafter.state_dict().items() if ".parametrizations." not in name}
+    state = drafter.state_dict()
+    for name in [name for name in state if ".parametrizations." in name]:
+        del state[name]
     for name, module in drafter.named_modules():
         if parametrize.is_parametrized(module, "weight"):
             state[f"{name}.weight"] = module.weight

@@ -1,21 +1,22 @@
-"""Batches of examples with the anchors of their blocks: a sequence holds one document, padded, or several. It knows no model."""
+"""Batches of examples with the anchors of their blocks. A sequence holds one padded document, or several. It knows no model."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from .data import Example
-from .lazy_sequences import lengths_of
+from .examples import Example, Examples, lengths_of
 
 
 PADDING_DOCUMENT = -1
 NO_ANCHOR = -1
-# Widths are multiples of this, so that there are few shapes: kernels are chosen (and on a CPU compiled) anew for each.
+# Widths are multiples of this, so that there are few shapes: each new shape has its kernels chosen, and on a CPU compiled.
 WIDTH_STEP = 16
-# Number of sequences among which neighbours are chosen.
+# Sequences that are sorted by length together.
 POOL = 2048
 
 
@@ -25,7 +26,7 @@ def valid_anchors(loss_mask: Sequence[int]) -> list[int]:
     While decoding, an anchor is a token of the target, and the drafter proposes its successor first. A position whose
     successor belongs to a prompt never occurs.
     """
-    return [i for i in range(len(loss_mask) - 1) if loss_mask[i] and loss_mask[i + 1]]
+    return [place for place, pair in enumerate(pairwise(loss_mask)) if all(pair)]
 
 
 def sample_anchors(
@@ -41,23 +42,25 @@ def sample_anchors(
     """At most `num_anchors` distinct valid anchors in ascending order, drawn anew each epoch.
 
     They depend on `(seed, epoch, index)` and on the sequence alone, `index` being its place in the data. Neither its batch nor
-    a restart changes them. A sequence with fewer valid positions gives all of them. `rejected_share` of them, as far as there are
-    as many, are drawn from `rejected`, the anchors of drafts that verification rejected.
+    a restart changes them. A sequence with fewer valid positions gives all of them. `rejected` are the anchors of drafts that
+    verification rejected. The share `rejected_share` of the anchors is drawn from them, as far as they suffice.
 
     Example:
         >>> sample_anchors([0, 0, 1, 1, 1], 8, seed=0, epoch=0, index=0)
         [2, 3]
     """
-    candidates = valid_anchors(loss_mask)
-    rng = random.Random(f"{seed}-{epoch}-{index}")
-    count, recorded = min(num_anchors, len(candidates)), sorted(set(rejected).intersection(candidates))
-    chosen = set(rng.sample(recorded, min(round(rejected_share * count), len(recorded))))
-    others = [anchor for anchor in candidates if anchor not in chosen]
-    return sorted([*chosen, *rng.sample(others, count - len(chosen))])
+    candidates = set(valid_anchors(loss_mask))
+    generator = random.Random(f"{seed}-{epoch}-{index}")
+    count = min(num_anchors, len(candidates))
+    recorded = sorted(candidates.intersection(rejected))
+    num_recorded = min(round(rejected_share * count), len(recorded))
+    anchors = generator.sample(recorded, num_recorded)
+    remaining = sorted(candidates.difference(anchors))
+    anchors += generator.sample(remaining, count - num_recorded)
+    return sorted(anchors)
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Right-padded sequences. The target is causal, so padding on the right changes nothing before it.
 
     Attributes:
@@ -67,26 +70,52 @@ class Batch:
         anchors: Columns where blocks begin, `NO_ANCHOR` where a sequence has fewer, [B, A].
     """
 
-    input_ids: torch.Tensor
-    loss_mask: torch.Tensor
-    document_ids: torch.Tensor
-    anchors: torch.Tensor
+    input_ids: Tensor
+    loss_mask: Tensor
+    document_ids: Tensor
+    anchors: Tensor
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
-        return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+        tensors = [tensor.to(device) for tensor in self]
+        return Batch(*tensors)
 
-    def share(self, index: int, count: int) -> "Batch":
-        """The sequences of process `index` of `count`; without any, one without anchors, to compute on."""
+    def share(self, index: int, num_shares: int) -> "Batch":
+        """Share `index` of the batch, which is cut into `num_shares`, one for each part of each process.
+
+        A batch of fewer sequences than shares leaves some shares empty. Such a share is the first sequence without anchors: its
+        process computes like the others, and its loss is 0.
+        """
         if index < len(self.input_ids):
-            return Batch(*(getattr(self, name)[index::count] for name in self.__dataclass_fields__))
-        none = torch.full_like(self.anchors[:1], NO_ANCHOR)
-        return Batch(self.input_ids[:1], self.loss_mask[:1], self.document_ids[:1], none)
+            return Batch(*(tensor[index::num_shares] for tensor in self))
+        first = Batch(*(tensor[:1] for tensor in self))
+        return first._replace(anchors=torch.full_like(first.anchors, NO_ANCHOR))
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How data is cut into batches and blocks.
+
+    Attributes:
+        num_anchors: Blocks per document at most.
+        batch_tokens: Columns of a batch, padding included; one sequence at least.
+        seed: Of the order and of the anchors.
+        pad_token_id: Fills sequences up.
+        pack_length: Documents side by side in sequences of this width. Default: a sequence each.
+        rejected_share: Share of a document's anchors that are drawn from its `rejected` ones.
+    """
+
+    num_anchors: int
+    batch_tokens: int
+    seed: int = 0
+    pad_token_id: int = 0
+    pack_length: int | None = None
+    rejected_share: float = 0.0
 
 
 def collate(
-    examples: Sequence[Example],
-    anchors: Sequence[Sequence[int]],
+    examples: Sequence[Example] | Mapping[int, Example],
+    anchors: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
     pad_token_id: int,
     sequences: Sequence[Sequence[int]] | None = None,
     width: int = 0,
@@ -94,36 +123,56 @@ def collate(
     """Examples and their anchors as tensors, padded to a multiple of `WIDTH_STEP` and to `width`.
 
     Args:
-        examples: The documents.
+        examples: The documents, by number.
         anchors: Each document's own, counted from its first token.
         pad_token_id: Fills sequences up.
         sequences: The documents of each sequence, by number. Default: one each.
         width: Columns at least.
     """
-    sequences = [[i] for i in range(len(examples))] if sequences is None else sequences
-    width = max(width, *(_padded(sum(len(examples[i]) for i in sequence)) for sequence in sequences))
-    most = max(1, *(sum(len(anchors[i]) for i in sequence) for sequence in sequences))
-    batch = Batch(
-        input_ids=torch.full((len(sequences), width), pad_token_id),
-        loss_mask=torch.zeros(len(sequences), width, dtype=torch.bool),
-        document_ids=torch.full((len(sequences), width), PADDING_DOCUMENT),
-        anchors=torch.full((len(sequences), most), NO_ANCHOR),
+    if sequences is None:
+        sequences = [[number] for number in range(len(examples))]
+    rows = [_side_by_side(examples, anchors, sequence) for sequence in sequences]
+    token_ids, loss_masks, documents, columns = zip(*rows, strict=True)
+    longest = max(map(len, token_ids))
+    width = max(width, _padded(longest))
+    most_anchors = max(map(len, columns))
+    return Batch(
+        input_ids=_filled(token_ids, width, pad_token_id),
+        loss_mask=_filled(loss_masks, width, 0).bool(),
+        document_ids=_filled(documents, width, PADDING_DOCUMENT),
+        anchors=_filled(columns, max(1, most_anchors), NO_ANCHOR),
     )
-    for place, sequence in enumerate(sequences):
-        begin = num_anchors = 0
-        for document, i in enumerate(sequence):
-            end = begin + len(examples[i])
-            batch.input_ids[place, begin:end] = torch.tensor(examples[i].token_array)
-            batch.loss_mask[place, begin:end] = torch.tensor(examples[i].mask_array, dtype=torch.bool)
-            batch.document_ids[place, begin:end] = document
-            most = num_anchors + len(anchors[i])
-            batch.anchors[place, num_anchors:most] = torch.tensor(anchors[i], dtype=torch.long) + begin
-            begin, num_anchors = end, most
-    return batch
+
+
+def _side_by_side(examples: Any, anchors: Any, sequence: Sequence[int]) -> tuple[list[int], ...]:
+    """The token ids, loss mask, document ids and anchors of one sequence."""
+    token_ids: list[int] = []
+    loss_mask: list[int] = []
+    documents: list[int] = []
+    columns: list[int] = []
+    for document, number in enumerate(sequence):
+        example, begin = examples[number], len(token_ids)
+        columns += [begin + anchor for anchor in anchors[number]]
+        token_ids += example.token_array
+        loss_mask += example.mask_array
+        documents += [document] * len(example)
+    return token_ids, loss_mask, documents, columns
+
+
+def _filled(rows: Iterable[list[int]], width: int, value: int) -> Tensor:
+    padding = [value] * width
+    return torch.tensor([(row + padding)[:width] for row in rows])
 
 
 def _padded(length: int) -> int:
     return -(-length // WIDTH_STEP) * WIDTH_STEP
+
+
+def _pools(count: int, rng: random.Random, pool: int) -> Iterator[list[int]]:
+    """The numbers below `count` in random order, `pool` at a time."""
+    order = rng.sample(range(count), count)
+    for begin in range(0, count, pool):
+        yield order[begin : begin + pool]
 
 
 def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random, pool: int = POOL) -> list[list[int]]:
@@ -131,16 +180,16 @@ def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random,
 
     Shuffled pools are sorted by length and cut: little is padding, and batches still differ from epoch to epoch.
     """
-    order = rng.sample(range(len(lengths)), len(lengths))
     batches: list[list[int]] = []
-    for begin in range(0, len(order), pool):
-        current: list[int] = []
-        for index in sorted(order[begin : begin + pool], key=lambda i: lengths[i]):
-            if current and (len(current) + 1) * lengths[index] > batch_tokens:
-                batches.append(current)
-                current = []
-            current.append(index)
-        batches.append(current)
+    for numbers in _pools(len(lengths), rng, pool):
+        batch: list[int] = []
+        for number in sorted(numbers, key=lengths.__getitem__):
+            num_tokens = (len(batch) + 1) * lengths[number]
+            if batch and num_tokens > batch_tokens:
+                batches.append(batch)
+                batch = []
+            batch.append(number)
+        batches.append(batch)
     rng.shuffle(batches)
     return batches
 
@@ -150,70 +199,55 @@ def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: 
 
     Each document of a shuffled pool, the longest first, goes into the first sequence with room for it.
     """
-    order = rng.sample(range(len(lengths)), len(lengths))
     sequences: list[list[int]] = []
-    for begin in range(0, len(order), pool):
-        open_ones: list[list[int]] = []
+    for numbers in _pools(len(lengths), rng, pool):
         room: list[int] = []
-        for index in sorted(order[begin : begin + pool], key=lambda i: -lengths[i]):
-            place = next((i for i, left in enumerate(room) if left >= lengths[index]), len(room))
-            if place == len(room):
-                open_ones.append([])
+        first = len(sequences)  # of this pool
+        for number in sorted(numbers, key=lambda number: -lengths[number]):
+            length = lengths[number]
+            has_room = [columns >= length for columns in room]
+            if not any(has_room):
                 room.append(width)
-            open_ones[place].append(index)
-            room[place] -= lengths[index]
-        sequences += open_ones
+                sequences.append([])
+                has_room.append(True)
+            place = has_room.index(True)
+            room[place] -= length
+            sequences[first + place].append(number)
     rng.shuffle(sequences)
     return sequences
 
 
-def epoch_sequences(
-    lengths: Sequence[int], epoch: int, *, batch_tokens: int, seed: int, pack_length: int | None = None
-) -> list[list[list[int]]]:
-    """One epoch's batches as sequences of document numbers. The same seed and epoch give the same."""
-    rng = random.Random(f"batches-{seed}-{epoch}")
-    if pack_length is None:
-        indices = batch_indices(list(map(_padded, lengths)), batch_tokens, rng)
-        return [[[i] for i in batch] for batch in indices]
-    packed = pack_examples(lengths, pack_length, rng)
-    count = max(1, batch_tokens // pack_length)
-    return [packed[begin : begin + count] for begin in range(0, len(packed), count)]
+def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list[list[list[int]]]:
+    """The batches of an epoch as sequences of document numbers. The same plan and epoch give the same batches."""
+    rng = random.Random(f"batches-{plan.seed}-{epoch}")
+    if plan.pack_length is None:
+        batches = batch_indices(list(map(_padded, lengths)), plan.batch_tokens, rng)
+        return [[[number] for number in batch] for batch in batches]
+    packed = pack_examples(lengths, plan.pack_length, rng)
+    count = max(1, plan.batch_tokens // plan.pack_length)
+    begins = range(0, len(packed), count)
+    return [packed[begin : begin + count] for begin in begins]
 
 
-def epoch_batches(
-    examples: Sequence[Example],
-    epoch: int,
-    *,
-    num_anchors: int,
-    batch_tokens: int,
-    pad_token_id: int,
-    seed: int,
-    pack_length: int | None = None,
-    first: int = 0,
-    rejected_share: float = 0.0,
-) -> Iterator[Batch]:
-    """All examples once, with the anchors of this epoch. The same seed and epoch give the same batches.
+def epoch_batches(examples: Examples, epoch: int, plan: BatchPlan, first: int = 0) -> Iterator[Batch]:
+    """All examples once, with the anchors of this epoch, which counts from 0. The same plan and epoch give the same batches.
 
-    Args:
-        examples: The documents.
-        epoch: Counted from 0.
-        num_anchors: Blocks per document at most.
-        batch_tokens: Columns of a batch, padding included; one sequence at least.
-        pad_token_id: Fills sequences up.
-        seed: Of the order and of the anchors.
-        pack_length: Documents side by side in sequences of this width. Default: a sequence each.
-        first: Batches before this one are left out, and cost nothing.
-        rejected_share: Share of a document's anchors that are drawn from its `rejected` ones.
+    Batches before number `first` are left out, and cost nothing. The anchors of a document depend on the document alone, and so
+    does what is learned from it.
     """
-    batches = epoch_sequences(
-        lengths_of(examples), epoch, batch_tokens=batch_tokens, seed=seed, pack_length=pack_length
-    )
-    for batch in batches[first:]:
-        documents = {i: examples[i] for sequence in batch for i in sequence}
-        # A document's anchors depend on the document and not on its neighbours, and so does what is learned from it.
-        how: dict[str, Any] = {"seed": seed, "epoch": epoch, "rejected_share": rejected_share}
-        of_each = documents.items()
-        anchors = [sample_anchors(e.mask_array, num_anchors, index=i, rejected=e.rejected, **how) for i, e in of_each]
-        places = iter(range(len(documents)))
-        sequences = [[next(places) for _ in sequence] for sequence in batch]
-        yield collate(list(documents.values()), anchors, pad_token_id, sequences, _padded(pack_length or 0))
+    width = _padded(plan.pack_length or 0)
+    for sequences in epoch_sequences(lengths_of(examples), epoch, plan)[first:]:
+        documents = {number: examples[number] for sequence in sequences for number in sequence}
+        anchors = {
+            number: sample_anchors(
+                document.mask_array,
+                plan.num_anchors,
+                seed=plan.seed,
+                epoch=epoch,
+                index=number,
+                rejected=document.rejected,
+                rejected_share=plan.rejected_share,
+            )
+            for number, document in documents.items()
+        }
+        yield collate(documents, anchors, plan.pad_token_id, sequences, width)

@@ -1,12 +1,13 @@
 """Attention of many blocks to one context and of each block to itself, without the scores that a dense mask would discard.
 
-All blocks of a sequence are in one forward, and a query sees the context and its own block alone. Dense scores grow with the
-square of the number of blocks, these with the number; on a CPU those of the context are not held at all.
+All blocks of a sequence are in one forward, and a query sees the context and its own block alone. The memory of dense scores
+grows with the square of the number of blocks. Here it grows with the number, and on a CPU scores of the context are not held.
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -17,7 +18,7 @@ from .fused_attention import FusedBlocks
 # Its name in a forward. Its masks are [B, 1, R, S + N]: the context's keys, then those of the query's own block.
 BLOCKWISE = "blockwise"
 
-# Scores that are held at a time: 64 MiB in fp32. Blocks with more than that are computed one part after another.
+# Scores that are held at a time: 64 MiB in fp32. More blocks than that are computed one part after another.
 MOST_SCORES = 2**24
 
 # Devices with a fused kernel whose output can be joined with the block's own.
@@ -26,50 +27,86 @@ FUSED = ("cpu",)
 
 def blockwise_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,  # [B, H, R, E], R = A * N queries of A blocks
-    key: torch.Tensor,  # [B, G, S + R, E], G divides H
-    value: torch.Tensor,  # likewise
-    attention_mask: torch.Tensor,  # additive [B, 1, R, S + N], finite, in fp32 or of query's dtype
+    query: Tensor,  # [B, H, R, E], R = A * N queries of A blocks
+    key: Tensor,  # [B, G, S + R, E], G divides H
+    value: Tensor,  # likewise
+    attention_mask: Tensor,  # additive [B, 1, R, S + N], finite, in fp32 or of query's dtype
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # [B, R, H, E]
+) -> tuple[Tensor, None]:  # [B, R, H, E]
     """The same output as attention with the dense mask [B, 1, R, S + R], up to rounding."""
-    (batch, heads, num_rows, size), groups = query.shape, key.shape[1]
+    batch, heads, num_rows, size = query.shape
+    groups = key.shape[1]
     length = key.shape[2] - num_rows
     block_size = attention_mask.shape[-1] - length
-    blocks, shared = num_rows // block_size, heads // groups
-    query = query * (size**-0.5 if scaling is None else scaling)
+    if scaling is None:
+        scaling = size**-0.5
+    query = query * scaling
+    query = query.view(batch, groups, heads // groups, -1, block_size, size)  # [B, G, H / G, A, N, E]
     context_key, block_key = key.split([length, num_rows], dim=2)
     context_value, block_value = value.split([length, num_rows], dim=2)
-    if is_fused(query.device, dropout):
-        of_context, own = attention_mask.split([length, block_size], dim=-1)
-        of_block = [one.unflatten(2, (blocks, block_size)) for one in (block_key, block_value, own)]
-        # Heads that share keys take turns, so that keys and values are not repeated: H / G times [B, G, A, N, E]. Of strided
-        # turns Inductor takes the kernel's strides for constants, and another number of blocks raises.
-        turns = [one.contiguous() for one in query.view(batch, groups, shared, blocks, block_size, size).unbind(2)]
-        outputs = [FusedBlocks.apply(context_key, context_value, of_context, turn, *of_block) for turn in turns]
-        output = torch.stack([one.permute(0, 2, 3, 1, 4) for one in outputs], dim=4)  # [B, A, N, G, H / G, E]
-        return output.view(batch, num_rows, heads, size), None
-    # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
-    rows = query.view(batch, groups, shared, blocks, block_size, size).transpose(2, 3).flatten(3, 4)
-    of_blocks = (
-        rows,
-        block_key.unflatten(2, (blocks, block_size)),
-        block_value.unflatten(2, (blocks, block_size)),
-        attention_mask.unflatten(2, (blocks, block_size)),
-    )
-    at_a_time = max(1, MOST_SCORES // (batch * heads * block_size * (length + block_size)))
-    if at_a_time >= blocks:
-        output = _attend(*of_blocks, context_key, context_value, dropout)
-    else:  # the backward pass computes the scores again, so that they are never held whole
-        parts = zip(*(tensor.split(at_a_time, dim=2) for tensor in of_blocks), strict=True)
-        context = context_key, context_value, dropout
-        outputs = [checkpoint(_attend, *part, *context, use_reentrant=False) for part in parts]
-        output = torch.cat(outputs, dim=2)
-    # [B, G, A, H / G, N, E] -> [B, A, N, G, H / G, E]
-    output = output.unflatten(3, (shared, block_size)).permute(0, 2, 4, 1, 3, 5)
+    by_block = [tensor.unflatten(2, (-1, block_size)) for tensor in (block_key, block_value, attention_mask)]
+    block_key, block_value, attention_mask = by_block
+    attend = _fused if is_fused(query.device, dropout) else _in_parts
+    output = attend(query, context_key, context_value, block_key, block_value, attention_mask, dropout)
+    output = output.permute(0, 3, 4, 1, 2, 5)  # [B, A, N, G, H / G, E]
     return output.reshape(batch, num_rows, heads, size), None
+
+
+def _fused(
+    query: Tensor,  # [B, G, H / G, A, N, E]
+    context_key: Tensor,  # [B, G, S, E]
+    context_value: Tensor,  # likewise
+    block_key: Tensor,  # [B, G, A, N, E]
+    block_value: Tensor,  # likewise
+    attention_mask: Tensor,  # [B, 1, A, N, S + N]
+    dropout: float,
+) -> Tensor:  # of the shape of query
+    """The output by a kernel that holds no scores of the context.
+
+    Heads that share keys take turns, so that keys and values are not repeated.
+    """
+    sizes = [context_key.shape[2], block_key.shape[3]]
+    context_mask, block_mask = attention_mask.split(sizes, dim=-1)
+    context_mask = context_mask.flatten(2, 3)
+    outputs = []
+    for turn in query.unbind(2):
+        # Of strided turns Inductor takes the kernel's strides for constants, and another number of blocks raises.
+        turn = turn.contiguous()
+        output = FusedBlocks.apply(context_key, context_value, context_mask, turn, block_key, block_value, block_mask)
+        outputs.append(output)
+    return torch.stack(outputs, dim=2)
+
+
+def _in_parts(
+    query: Tensor,  # [B, G, H / G, A, N, E]
+    context_key: Tensor,  # [B, G, S, E]
+    context_value: Tensor,  # likewise
+    block_key: Tensor,  # [B, G, A, N, E]
+    block_value: Tensor,  # likewise
+    attention_mask: Tensor,  # [B, 1, A, N, S + N]
+    dropout: float,
+) -> Tensor:  # of the shape of query
+    """The output of all blocks, or of some after others where their scores would be more than `MOST_SCORES`.
+
+    The backward pass of the latter computes the scores again, so that they are never held whole.
+    """
+    # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
+    rows = query.transpose(2, 3).flatten(3, 4)
+    tensors = (rows, block_key, block_value, attention_mask)
+    context = (context_key, context_value, dropout)
+    batch, groups, num_blocks, num_rows, _ = rows.shape
+    scores_of_block = batch * groups * num_rows * attention_mask.shape[-1]
+    at_a_time = max(1, MOST_SCORES // scores_of_block)
+    if at_a_time >= num_blocks:
+        output = _attend(*tensors, *context)
+    else:
+        parts = [tensor.split(at_a_time, dim=2) for tensor in tensors]
+        outputs = [checkpoint(_attend, *part, *context, use_reentrant=False) for part in zip(*parts, strict=True)]
+        output = torch.cat(outputs, dim=2)
+    shared, block_size = query.shape[2], query.shape[4]
+    return output.unflatten(3, (shared, block_size)).transpose(2, 3)
 
 
 def is_fused(device: torch.device, dropout: float) -> bool:
@@ -78,29 +115,31 @@ def is_fused(device: torch.device, dropout: float) -> bool:
 
 
 def _attend(
-    rows: torch.Tensor,  # [B, G, A, H / G * N, E]
-    block_key: torch.Tensor,  # [B, G, A, N, E]
-    block_value: torch.Tensor,  # likewise
-    attention_mask: torch.Tensor,  # [B, 1, A, N, S + N]
-    context_key: torch.Tensor,  # [B, G, S, E]
-    context_value: torch.Tensor,  # likewise
+    rows: Tensor,  # [B, G, A, H / G * N, E]
+    block_key: Tensor,  # [B, G, A, N, E]
+    block_value: Tensor,  # likewise
+    attention_mask: Tensor,  # [B, 1, A, N, S + N]
+    context_key: Tensor,  # [B, G, S, E]
+    context_value: Tensor,  # likewise
     dropout: float,
-) -> torch.Tensor:  # of the shape of rows
+) -> Tensor:  # of the shape of rows
     """The attention output of some blocks."""
-    length, block_size = context_key.shape[2], block_key.shape[3]
-    scores = torch.cat(
-        [
-            (rows.flatten(2, 3) @ context_key.transpose(2, 3)).view(*rows.shape[:4], length),
-            rows @ block_key.transpose(3, 4),
-        ],
-        dim=-1,
-    )  # [B, G, A, H / G * N, S + N]
+    length = context_key.shape[2]
+    block_size = block_key.shape[3]
+    flat = rows.flatten(2, 3)
+    context_scores = flat @ context_key.mT
+    context_scores = context_scores.unflatten(2, rows.shape[2:4])
+    own_scores = rows @ block_key.mT
+    scores = torch.cat([context_scores, own_scores], dim=-1)  # [B, G, A, H / G * N, S + N]
     mask = attention_mask.to(scores.dtype)[:, :, :, None]
-    weights = (scores.unflatten(3, (-1, block_size)) + mask).flatten(3, 4).softmax(dim=-1).to(block_value.dtype)
+    by_head = scores.unflatten(3, (-1, block_size)) + mask
+    weights = by_head.flatten(3, 4).softmax(dim=-1)
+    weights = weights.to(block_value.dtype)
     if dropout:
         weights = functional.dropout(weights, dropout)
-    seen, own = weights.split([length, block_size], dim=-1)
-    return (seen.flatten(2, 3) @ context_value).view_as(rows) + own @ block_value
+    context_weights, own_weights = weights.split([length, block_size], dim=-1)
+    from_context = context_weights.flatten(2, 3) @ context_value
+    return from_context.view_as(rows) + own_weights @ block_value
 
 
 ALL_ATTENTION_FUNCTIONS.register(BLOCKWISE, blockwise_attention)

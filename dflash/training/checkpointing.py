@@ -1,10 +1,11 @@
-"""Writes what a run leaves: the best checkpoint with its facts and card and, until the run is complete, its state.
+"""Writes the files of a run: the best checkpoint with its facts and card and, until the run is complete, the training state.
 
 The facts are the curve, and what a reader needs to repeat the run: models, data and versions by name and fingerprint.
 """
 
 import copy
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,28 +23,29 @@ from dflash.common.version import __version__
 from dflash.drafter import DFlashDraftModel
 
 from .card import model_card
-from .data import Example, described
 from .distributed import whole_copy
+from .examples import Example, Prompts, described
+from .settings import Facts
 from .trainer import Trainer
 from .training_state import public_settings, remove_state, save_state, saving, state_folder
 
 
 @dataclass
 class TrainingRecord:
-    """What came of a run: one point of the curve per measurement.
+    """The result of a run: one point of the curve per measurement.
 
     Attributes:
         curve: Points in order.
         best_step: Step of the checkpoint that was kept.
         best_tau: Its acceptance on the held-out prompts, NaN if there were none.
-        seconds: From start to end with measurements and saving, without loading; of a resumed run, over all starts, each up to
-            where the next one went on.
+        seconds: From start to end with measurements and saving, without loading. A resumed run counts each start up to the
+            state from which the next one went on.
         stopped_at: The step at which a signal ended the run; `None` if it is complete.
         signal: That signal's number.
         was_complete: Whether the run was complete before, so that there was nothing to resume.
     """
 
-    curve: list[dict[str, Any]] = field(default_factory=list)
+    curve: list[Facts] = field(default_factory=list)
     best_step: int = 0
     best_tau: float = float("-inf")
     seconds: float = 0.0
@@ -52,19 +54,29 @@ class TrainingRecord:
     was_complete: bool = False
 
     @classmethod
-    def of_finished(cls, facts: dict[str, Any]) -> "TrainingRecord":
+    def of_finished(cls, facts: Facts) -> "TrainingRecord":
         """The record of a complete run, by its `training.json`."""
-        curve, best_step = facts["curve"], facts["best_step"]
-        taus = {point["step"]: point.get("tau", float("nan")) for point in curve}
-        return cls(curve, best_step, taus.get(best_step, float("nan")), facts["seconds"], was_complete=True)
+        best_step, best_tau = facts["best_step"], math.nan
+        for point in facts["curve"]:
+            if point["step"] == best_step:
+                best_tau = point.get("tau", math.nan)
+        return cls(
+            facts["curve"],
+            best_step,
+            best_tau,
+            facts["seconds"],
+            was_complete=True,
+        )
 
 
 def describe_inputs(
-    target: PreTrainedModel, drafter: DFlashDraftModel, examples: Sequence[Example], held_out: Sequence[Sequence[int]]
-) -> dict[str, Any]:
+    target: PreTrainedModel, drafter: DFlashDraftModel, examples: Sequence[Example], held_out: Prompts
+) -> Facts:
     """Models, data and prompts by size and fingerprint, without a path of the machine."""
-    fields = drafter.config.to_diff_dict().items()
-    shape = {name: value for name, value in fields if value is not None and name not in NOT_THE_MODEL}
+    shape = drafter.config.to_diff_dict()
+    shape = {name: value for name, value in shape.items() if value is not None}
+    for name in NOT_THE_MODEL & shape.keys():
+        del shape[name]
     return {
         "target": {
             "class": type(target).__name__,
@@ -78,7 +90,7 @@ def describe_inputs(
     }
 
 
-def describe_run(trainer: Trainer, inputs: dict[str, Any], record: TrainingRecord) -> dict[str, Any]:
+def describe_run(trainer: Trainer, inputs: Facts, record: TrainingRecord) -> Facts:
     """What a reader needs to repeat the run."""
     return {
         "settings": asdict(public_settings(trainer.settings)),
@@ -99,12 +111,12 @@ def describe_run(trainer: Trainer, inputs: dict[str, Any], record: TrainingRecor
 
 @dataclass
 class Checkpointer:
-    """Writes, on the first process, what a run leaves; all processes must call."""
+    """Writes the files of a run on the first process. All processes must call its methods."""
 
     trainer: Trainer
     output: Path  # folder of the checkpoint
-    inputs: dict[str, Any]  # of `describe_inputs`
-    provenance: dict[str, Any]  # more facts for `training.json`
+    inputs: Facts  # of `describe_inputs`
+    provenance: Facts  # more facts for `training.json`
     record: TrainingRecord  # grows while the run goes on
     elapsed: Callable[[], float]  # seconds since this start of the run
 
@@ -112,40 +124,43 @@ class Checkpointer:
         self._seconds_before = self.record.seconds
 
     def save_checkpoint(self) -> None:
-        """Puts the drafter as it is in the place of a worse one."""
+        """Replaces the checkpoint in the output with the drafter of this step."""
         whole = whole_copy(self.trainer.drafter)
         if self.trainer.is_first:
             with saving("checkpoint", self.output):
                 save_drafter(whole, self.output, self._facts())
 
     def save_state(self, is_beginning: bool = False) -> None:
-        """What the run needs to go on; at the beginning only that it has begun, which tells its checkpoint from a finished one."""
+        """Writes the training state. At the beginning it holds no tensors: it marks the output as that of an unfinished run."""
         tensors = None if is_beginning else self.trainer.state()
         if self.trainer.is_first:
             self._read_clock()
-            of_this_start = ("stopped_at", "signal", "was_complete")
+            record = dict(vars(self.record))
+            for name in ("stopped_at", "signal", "was_complete"):  # of this start alone
+                del record[name]
             facts = {
                 "step": self.trainer.step_number,
                 "settings": asdict(self.trainer.settings),
                 "processes": self.trainer.accelerator.num_processes,
                 "precision": self.trainer.precision,
                 "inputs": self.inputs,
-                "record": {name: value for name, value in vars(self.record).items() if name not in of_this_start},
+                "record": record,
             }
             save_state(state_folder(self.output), facts, tensors)
 
     def finish(self) -> None:
         """Writes the whole curve beside the best checkpoint and deletes the training state."""
         if self.trainer.is_first:
-            # Beside the checkpoint, which a kill must leave without half-written files.
+            # A kill must not leave half-written files in the checkpoint.
             aside = self.output.with_name(f".{self.output.name}.partial-{os.getpid()}")
             with saving("checkpoint", self.output):
-                for name, text in _texts(self.trainer.drafter.config, self.output.name, self._facts()).items():
+                texts = _texts(self.trainer.drafter.config, self.output.name, self._facts())
+                for name, text in texts.items():
                     aside.write_text(text, encoding="utf-8")
                     os.replace(aside, self.output / name)
             remove_state(state_folder(self.output))
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> Facts:
         self._read_clock()
         return describe_run(self.trainer, self.inputs, self.record) | self.provenance
 
@@ -153,15 +168,14 @@ class Checkpointer:
         self.record.seconds = round(self._seconds_before + self.elapsed(), 1)
 
 
-def save_drafter(
-    drafter: DFlashDraftModel, folder: Path, facts: dict[str, Any], dtype: torch.dtype = torch.bfloat16
-) -> None:
-    """Writes the checkpoint in `dtype` with `facts` as `training.json`; a full disk or a kill leaves the older one."""
+def save_drafter(drafter: DFlashDraftModel, folder: Path, facts: Facts, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Writes the checkpoint in `dtype` with `facts` as `training.json`. After a kill or on a full disk the older one stays."""
     rounded: Any = copy.deepcopy(drafter)
-    save_checkpoint(rounded.to(dtype), folder, files=_texts(drafter.config, folder.name, facts))
+    texts = _texts(drafter.config, folder.name, facts)
+    save_checkpoint(rounded.to(dtype), folder, files=texts)
 
 
-def _texts(config: Any, name: str, facts: dict[str, Any]) -> dict[str, str]:
-    """The files beside the weights: the facts and, if they are those of a run, the card that they fill."""
+def _texts(config: Any, name: str, facts: Facts) -> dict[str, str]:
+    """The texts of the files beside the weights: the facts and, for the facts of a run, the card."""
     card = {"README.md": model_card(config, name, facts)} if "curve" in facts else {}
     return {"training.json": json.dumps(facts, indent=2) + "\n", **card}

@@ -1,4 +1,4 @@
-"""What this process computes on, and whether that computes in bf16, which decides the defaults of precision."""
+"""Whether this process computes on the CPU, and whether in bf16: both decide defaults."""
 
 import os
 from typing import Any
@@ -6,18 +6,20 @@ from typing import Any
 import torch
 
 
-# Instructions that multiply bf16. An x86 CPU without them converts each product: a training step of the embedded pair took
+# Instructions that multiply bf16. An x86 CPU without them converts each product, and a training step of the embedded pair takes
 # three times as long as in fp32.
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 
 
 def is_cpu_alone() -> bool:
-    """Whether to compute on the CPU: without an accelerator, or with one on which processes cannot communicate.
+    """Whether to compute on the CPU: without an accelerator, or with one on which processes cannot communicate (MPS).
 
-    Unless it is told, accelerate takes several processes there for as many runs of one process.
+    Otherwise accelerate would start several separate runs of one process there.
     """
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found is None or (found.type == "mps" and int(os.environ.get("WORLD_SIZE", "1")) > 1)
+    if not torch.accelerator.is_available():
+        return True
+    is_mps = torch.accelerator.current_accelerator().type == "mps"  # type: ignore[union-attr]
+    return is_mps and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def computes_in_bf16() -> bool:
@@ -26,5 +28,5 @@ def computes_in_bf16() -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if torch.accelerator.is_available() and not is_cpu_alone():
         return True
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()
     return capabilities.get("architecture") != "x86_64" or any(map(capabilities.get, BF16_INSTRUCTIONS))

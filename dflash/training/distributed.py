@@ -1,16 +1,16 @@
 """A drafter over several processes: whole in each or sharded (FSDP2), and its state as one process would have it.
 
-Losses, gradients and counts travel as sums.
+Losses, gradients and counts are joined as sums.
 """
 
 import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import accelerate
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,48 +19,50 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from dflash.drafter import DFlashDraftModel
 
 from .acceptance import Acceptance
 from .adaptation_lora import is_changed, merged
 from .losses import DraftCounts
+from .settings import Facts
 
 
-def asked_sharding(accelerator: accelerate.Accelerator) -> dict[str, Any] | None:
-    """What accelerate's own configuration asks of `fully_shard`; `None` if it asks for whole models.
+def asked_sharding(accelerator: Accelerator) -> Facts | None:
+    """The options of `fully_shard` in the configuration of accelerate; `None` if it asks for whole models.
 
-    Precision and activation checkpointing are the trainer's own settings.
+    Its precision and activation checkpointing are not read: the trainer has settings of its own for them.
 
     Raises:
         ValueError: for DeepSpeed, Megatron, the first FSDP, or parameters on the CPU.
     """
-    kind, asked = accelerator.distributed_type, "accelerate's configuration asks for"
+    kind, subject = accelerator.distributed_type, "accelerate's configuration asks for"
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ValueError(f"{asked} {kind.value}, which drafters are not trained with: ask for FSDP 2.")
+        raise ValueError(f"{subject} {kind.value}, which drafters are not trained with: ask for FSDP 2.")
     if kind != DistributedType.FSDP:
         return None
     plugin: Any = accelerator.state.fsdp_plugin
     if plugin.fsdp_version != 2:
         remedy = "write `fsdp_version: 2` there, or leave FSDP out and give --shard"
-        raise ValueError(f"{asked} FSDP {plugin.fsdp_version}: {remedy}.")
+        raise ValueError(f"{subject} FSDP {plugin.fsdp_version}: {remedy}.")
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         remedy = "write `fsdp_offload_params: false`"
-        raise ValueError(f"{asked} fsdp_offload_params, and a drafter is small: {remedy}.")
+        raise ValueError(f"{subject} fsdp_offload_params, and a drafter is small: {remedy}.")
     return {"reshard_after_forward": plugin.reshard_after_forward}
 
 
 def shard_drafter(drafter: DFlashDraftModel, **options: Any) -> None:
     """Shards a drafter in place: each layer is gathered when it runs, the rest when the forward begins.
 
-    `options` of `fully_shard` are the layers' alone: weights outside them are read after the forward too.
+    The `options` of `fully_shard` apply to the layers alone, because other weights are read after the forward too.
     """
     shard_layers(drafter.layers, **options)
     fully_shard(drafter)
 
 
 def shard_layers(layers: Iterable[nn.Module], **options: Any) -> None:
-    """Shards layers alone: a target's embedding and head, which the drafter calls too, stay whole."""
+    """Shards layers alone. The embedding and head of a target stay whole, because the drafter calls them too."""
     for layer in layers:
         fully_shard(layer, **options)
 
@@ -70,8 +72,8 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def full_state(drafter: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Weights and optimiser states by the parameters' names; if sharded, on the first process alone, but all must call."""
+def full_state(drafter: nn.Module, optimizers: Sequence[Optimizer]) -> Facts:
+    """Weights and optimiser states by the names of parameters. All processes must call it; the first one has the sharded tensors."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=is_sharded(drafter))
     return {
         "drafter": get_model_state_dict(drafter, options=options),
@@ -79,15 +81,15 @@ def full_state(drafter: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
     }
 
 
-def load_full_state(drafter: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]) -> None:
-    """Puts the optimisers' part of a `full_state` back; the weights are loaded before the drafter is sharded."""
+def load_full_state(drafter: nn.Module, optimizers: Sequence[Optimizer], state: Facts) -> None:
+    """Loads the optimisers of a `full_state`. Its weights must be loaded earlier, before the drafter is sharded."""
     options = StateDictOptions(full_state_dict=True)
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         set_optimizer_state_dict(drafter, optimizer, saved, options=options)
 
 
 def whole_copy(drafter: DFlashDraftModel) -> DFlashDraftModel:
-    """The drafter as it decodes and is saved: itself, or of one that is sharded or changed in low rank a copy in each process."""
+    """The drafter as it decodes and is saved. A sharded one, or one with changes of low rank, is copied in each process."""
     if is_changed(drafter):
         return merged(drafter)
     if not is_sharded(drafter):
@@ -98,50 +100,54 @@ def whole_copy(drafter: DFlashDraftModel) -> DFlashDraftModel:
 
 
 def join_gradients(
-    accelerator: accelerate.Accelerator, drafter: DFlashDraftModel, counts: DraftCounts, stop: bool
+    accelerator: Accelerator, drafter: DFlashDraftModel, counts: DraftCounts, stop: bool
 ) -> tuple[float, bool]:
-    """Turns gradients of each process's loss sum into those of the mean loss over all; gives that loss, and if any process stops.
+    """Divides the gradients of all processes' loss sums by the sum of the weights; gives the mean loss, and whether a process stops.
 
-    All travel in one message, because a sum of many small tensors is mostly latency. FSDP has summed the gradients of a
-    sharded drafter before.
+    All are summed in one message, because the sum of many small tensors is mostly latency. FSDP has already summed the
+    gradients of a sharded drafter.
     """
-    figures = torch.stack([counts.loss_sum, counts.weight_sum, counts.loss_sum.new_tensor(float(stop))])
-    trained = [parameter for parameter in drafter.parameters() if parameter.grad is not None]
-    gradients: list[Any] = [parameter.grad for parameter in trained]
+    wish = counts.loss_sum.new_tensor(float(stop))
+    figures = torch.stack([counts.loss_sum, counts.weight_sum, wish])
+    gradients: list[Any] = [parameter.grad for parameter in drafter.parameters()]
+    gradients = [gradient for gradient in gradients if gradient is not None]
     if is_sharded(drafter):
         figures = accelerator.reduce(figures, reduction="sum")
-        scale = 1 / figures[1].clamp(min=1e-9).item()
-        for gradient in gradients:
-            gradient *= scale
-    elif accelerator.num_processes == 1:
-        for gradient in gradients:
-            gradient /= figures[1].clamp(min=1e-9)
-    else:
-        total = accelerator.reduce(torch.cat([*(one.flatten() for one in gradients), figures]), reduction="sum")
-        figures = total[-len(figures) :]
-        means = total[: -len(figures)] / figures[1].clamp(min=1e-9)
-        parts = means.split([gradient.numel() for gradient in gradients])
-        for parameter, part in zip(trained, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
-    loss, wishes = torch.stack([figures[0] / figures[1].clamp(min=1e-9), figures[2]]).tolist()
-    return loss, wishes > 0
+    elif accelerator.num_processes > 1:
+        parts = [*map(torch.flatten, gradients), figures]
+        total = accelerator.reduce(torch.cat(parts), reduction="sum")
+        *sums, figures = total.split([len(part) for part in parts])
+        for gradient, values in zip(gradients, sums, strict=True):
+            gradient.copy_(values.view_as(gradient))
+    loss_sum, weight_sum, num_stopping = figures.tolist()
+    weight_sum = max(weight_sum, 1e-9)
+    for gradient in gradients:
+        gradient /= weight_sum
+    return loss_sum / weight_sum, num_stopping > 0
 
 
-def join_counts(accelerator: accelerate.Accelerator, counts: DraftCounts) -> DraftCounts:
+def join_counts(accelerator: Accelerator, counts: DraftCounts) -> DraftCounts:
     """The counts of all processes."""
-    names = counts.__dataclass_fields__
-    return DraftCounts(**{name: accelerator.reduce(getattr(counts, name), reduction="sum") for name in names})
+    return counts.each(lambda count: accelerator.reduce(count, reduction="sum"))
 
 
-def counts_of_each(accelerator: accelerate.Accelerator, counts: DraftCounts) -> dict[str, torch.Tensor]:
-    """The counts of each process, in order: joined now and added to later, they would round another way."""
-    return {name: accelerator.gather(getattr(counts, name)[None]).cpu() for name in counts.__dataclass_fields__}
+def counts_of_each(accelerator: Accelerator, counts: DraftCounts) -> dict[str, Tensor]:
+    """The counts of each process, in order. Their sum would round another way when a resumed run adds to it."""
+    gathered = counts.each(lambda count: accelerator.gather(count[None]))
+    return vars(gathered.each(Tensor.cpu))
 
 
-def join_acceptances(accelerator: accelerate.Accelerator, acceptance: Acceptance) -> Acceptance:
+def counts_of_share(accelerator: Accelerator, saved: dict[str, Tensor]) -> DraftCounts:
+    """The share of this process in the counts that `counts_of_each` saved, on any number of processes."""
+    index, count = accelerator.process_index, accelerator.num_processes
+    share = DraftCounts(**saved).each(lambda values: values[index::count].sum(dim=0))
+    return share.each(lambda values: values.to(accelerator.device))
+
+
+def join_acceptances(accelerator: Accelerator, acceptance: Acceptance) -> Acceptance:
     """The acceptance over the prompts of all processes."""
     counts = [acceptance.steps, acceptance.committed, acceptance.kept, *acceptance.accepted]
-    steps, committed, kept, *accepted = accelerator.reduce(
-        torch.tensor(counts, device=accelerator.device), reduction="sum"
-    ).tolist()
+    tensor = torch.tensor(counts, device=accelerator.device)
+    sums = accelerator.reduce(tensor, reduction="sum")
+    steps, committed, kept, *accepted = sums.tolist()
     return Acceptance(steps, committed, kept, tuple(accepted))

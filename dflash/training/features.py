@@ -1,6 +1,6 @@
-"""The target's features of the data, written once: sharded safetensors, and a manifest that says what they belong to.
+"""Features of the target for the data, written once: sharded safetensors, and a manifest with the facts of target and data.
 
-A document's features depend on its own tokens alone, so its tokens are their key, in whatever batch it comes. The manifest is
+A document's features depend on its own tokens alone, so its tokens are their key, whatever the batch. The manifest is
 written last: a folder without one is unfinished and is written again.
 """
 
@@ -9,24 +9,24 @@ import json
 import random
 import shutil
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from tqdm import tqdm
 
 from dflash.common.files import write_text
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.json_lines import changes
-from dflash.common.messages import counted
+from dflash.common.messages import Announce, counted, say_nothing
 
 from .batches import PADDING_DOCUMENT, Batch, batch_indices, collate
-from .data import Example, described
+from .examples import Example, Examples, described, lengths_of
 from .frozen_target import FrozenTarget, TargetStates
-from .lazy_sequences import lengths_of
+from .settings import Facts
 from .training_state import saving
 
 
@@ -38,35 +38,40 @@ class CachedFeatures:
     """Reads the target's states of a batch from a folder of `write_features`.
 
     Raises:
-        ValueError: if the manifest does not say what is `expected`, of `facts_of`, naming what differs.
+        ValueError: if the manifest differs from the `expected` facts, of `facts_of`. The error names what differs.
     """
 
-    def __init__(self, folder: Path, expected: dict[str, Any]) -> None:
-        self.manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        now = {name: value for name, value in expected.items() if value or name != "has_last_states"}
-        if differing := changes({name: self.manifest.get(name) for name in now}, now):
+    def __init__(self, folder: Path, expected: Facts) -> None:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if not expected["has_last_states"]:  # states that nobody asks for may be there
+            expected = expected | {"has_last_states": manifest["has_last_states"]}
+        differences = changes({name: manifest.get(name) for name in expected}, expected)
+        if differences:
             remedy = "give another folder, or delete this one"
-            raise ValueError(f"The features in {folder} are not those of this run ({differing}): {remedy}.")
-        self._shards = [safe_open(str(folder / name), framework="pt") for name in self.manifest["shards"]]
+            raise ValueError(f"The features in {folder} are not those of this run ({differences}): {remedy}.")
+        self._documents = manifest["documents"]
+        self._shards = [safe_open(str(folder / name), framework="pt") for name in manifest["shards"]]
 
     def __call__(self, batch: Batch, wants_states: bool = False) -> TargetStates:
         """The states of every token of `batch`, on its device and in fp32; 0 for padding."""
-        names = ["features", *(["last_hidden_state"] if wants_states else [])]
-        wide: dict[str, torch.Tensor] = {}
-        for row, columns in documents_of(batch):
-            shard, begin, length = self.manifest["documents"][key_of(batch.input_ids[row, columns].tolist())]
-            for name in names:
-                values = self._shards[shard].get_slice(name)[begin : begin + length].float()
-                if name not in wide:
-                    wide[name] = values.new_zeros(*batch.input_ids.shape, values.shape[-1])
-                wide[name][row, columns] = values
-        return TargetStates(*(wide[name].to(batch.input_ids.device) for name in names))
+        features = self._read("features", batch)
+        return TargetStates(features, self._read("last_hidden_state", batch) if wants_states else None)
+
+    def _read(self, name: str, batch: Batch) -> Tensor:
+        input_ids = batch.input_ids
+        _, width = self._shards[0].get_slice(name).get_shape()
+        states = torch.zeros(*input_ids.shape, width)
+        for sequence, columns in documents_of(batch):
+            key = key_of(input_ids[sequence, columns].tolist())
+            shard, begin, length = self._documents[key]
+            end = begin + length
+            rows = self._shards[shard].get_slice(name)
+            states[sequence, columns] = rows[begin:end].float()
+        return states.to(input_ids.device)
 
 
-def facts_of(
-    target: FrozenTarget, examples: Sequence[Example], wants_states: bool, precision: str = "no"
-) -> dict[str, Any]:
-    """What features belong to: target, layers, precision and data; and whether the last hidden states are there."""
+def facts_of(target: FrozenTarget, examples: Examples, wants_states: bool, precision: str = "no") -> Facts:
+    """The facts that features depend on: target, layers, precision and data; and whether the last hidden states are there."""
     return {
         "target": model_fingerprint(target.target),
         "target_layer_ids": list(target.drafter.config.target_layer_ids),
@@ -77,89 +82,112 @@ def facts_of(
     }
 
 
-def feature_bytes(target: FrozenTarget, examples: Sequence[Example], wants_states: bool) -> int:
+def feature_bytes(target: FrozenTarget, examples: Examples, wants_states: bool) -> int:
     """Bytes that the features of `examples` take on disk."""
     config = target.drafter.config
     width = config.hidden_size * (len(config.target_layer_ids) + wants_states)
     distinct = {key_of(example.token_array): len(example) for example in examples}
-    return sum(distinct.values()) * width * torch.empty(0, dtype=target.target.dtype).element_size()
+    return sum(distinct.values()) * width * target.target.dtype.itemsize
 
 
 def write_features(
     folder: Path,
     target: FrozenTarget,
-    examples: Sequence[Example],
-    facts: dict[str, Any],
+    examples: Examples,
+    facts: Facts,
     batch_tokens: int,
-    announce: Callable[[str], None] | None = None,
+    announce: Announce = say_nothing,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes the features of `examples` to `folder`, which is new, empty, or left unfinished by another write.
 
-    `facts`, of `facts_of`, say whether the target's last hidden states are written too, and in which precision the target
+    `facts`, of `facts_of`, decide whether the last hidden states of the target are written too, and its precision. The target
     reads `batch_tokens` at a time. `announce` is told how much will be written; with it, a bar shows the progress.
 
     Raises:
         ValueError: if the folder holds something else, or its disk has no room.
     """
-    wants_states = facts["has_last_states"]
-    size = feature_bytes(target, examples, wants_states)
-    if announce is not None:
-        announce(f"Writing {size / 2**20:,.1f} MiB of features of {counted(len(examples), 'sequence')} to {folder}.")
+    size = feature_bytes(target, examples, facts["has_last_states"])
+    sequences = counted(len(examples), "sequence")
+    announce(f"Writing {_mebibytes(size)} of features of {sequences} to {folder}.")
     _clear(folder)
     free = shutil.disk_usage(folder).free
     if size > free:
         raise ValueError(
-            f"The features take {size / 2**20:,.1f} MiB and {folder} has {free / 2**20:,.1f} MiB left: train without features "
-            "(online), or with fewer sequences or layers."
+            f"The features take {_mebibytes(size)} and {folder} has {_mebibytes(free)} left: train without features (online), "
+            "or with fewer sequences or layers."
         )
-    shards: list[str] = []
-    documents: dict[str, tuple[int, int, int]] = {}
-    waiting: dict[str, list[torch.Tensor]] = {"features": [], "last_hidden_state": []}
-    waiting_tokens = 0
-
-    def close_shard() -> None:
-        nonlocal waiting_tokens
-        if waiting_tokens:
-            shards.append(f"features-{len(shards):05d}.safetensors")
-            tensors = {name: torch.cat(parts) for name, parts in waiting.items() if parts}
-            save_file(tensors, str(folder / shards[-1]))
-        for parts in waiting.values():
-            parts.clear()
-        waiting_tokens = 0
-
-    autocast = torch.autocast(target.target.device.type, torch.bfloat16, enabled=facts["mixed_precision"] == "bf16")
-    with (
-        saving("features", folder),
-        tqdm(total=len(examples), desc="features", disable=announce is None, dynamic_ncols=True) as bar,
-    ):
-        for indices in batch_indices(lengths_of(examples), batch_tokens, random.Random(0)):
-            chosen = [examples[i] for i in indices]
-            batch = collate(chosen, [[]] * len(chosen), pad_token_id=0)
+    writer = _ShardWriter(folder, shard_bytes)
+    is_bf16 = facts["mixed_precision"] == "bf16"
+    autocast = torch.autocast(target.target.device.type, torch.bfloat16, enabled=is_bf16)
+    is_hidden = announce is say_nothing
+    bar = tqdm(
+        total=len(examples),
+        desc="features",
+        disable=is_hidden,
+        dynamic_ncols=True,
+    )
+    with saving("features", folder), bar:
+        for numbers in batch_indices(lengths_of(examples), batch_tokens, random.Random(0)):
+            documents = [examples[number] for number in numbers]
+            batch = collate(documents, [[]] * len(documents), pad_token_id=0)
             with autocast:
-                states = target(batch, wants_states)
-            for row, example in enumerate(chosen):
-                key, length = key_of(example.token_array), len(example)
-                if key in documents:
-                    continue
-                documents[key] = (len(shards), waiting_tokens, length)
-                for name, values in vars(states).items():
-                    if values is not None:
-                        waiting[name].append(values[row, :length].to("cpu", target.target.dtype, copy=True))
-                waiting_tokens += length
-                if waiting_tokens * waiting["features"][-1][0].nbytes >= shard_bytes:
-                    close_shard()
-            bar.update(len(chosen))
-        close_shard()
-        manifest = facts | {"bytes": size, "shards": shards, "documents": documents}
+                states = target(batch, facts["has_last_states"])
+            for sequence, document in enumerate(documents):
+                rows = {"features": states.features[sequence]}
+                if states.last_hidden_state is not None:
+                    rows["last_hidden_state"] = states.last_hidden_state[sequence]
+                writer.add(document, rows, target.target.dtype)
+            bar.update(len(documents))
+        writer.close_shard()
+        manifest = facts | {"bytes": size, "shards": writer.shards, "documents": writer.documents}
         write_text(folder / MANIFEST, json.dumps(manifest) + "\n")
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+class _ShardWriter:
+    """Collects the states of documents and writes each shard when it is full."""
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        self.shards: list[str] = []
+        self.documents: dict[str, tuple[int, int, int]] = {}  # by key: the shard, the first row in it, and the length
+        self._folder, self._shard_bytes = folder, shard_bytes
+        self._waiting: dict[str, list[Tensor]] = {}
+
+    def add(self, document: Example, rows: dict[str, Tensor], dtype: torch.dtype) -> None:
+        """Adds the states of a document by name, [S, …]; what follows the length of the document is padding."""
+        key = key_of(document.token_array)
+        if key in self.documents:
+            return
+        length = len(document)
+        begin = sum(map(len, self._waiting.get("features", ())))
+        self.documents[key] = (len(self.shards), begin, length)
+        for name, values in rows.items():
+            own = values[:length].to("cpu", dtype, copy=True)
+            self._waiting.setdefault(name, []).append(own)
+        num_bytes = sum(values.nbytes for values in self._waiting["features"])
+        if num_bytes >= self._shard_bytes:
+            self.close_shard()
+
+    def close_shard(self) -> None:
+        """Writes the states that are waiting, if there are any."""
+        if not self._waiting:
+            return
+        name = f"features-{len(self.shards):05d}.safetensors"
+        tensors = {name: torch.cat(parts) for name, parts in self._waiting.items()}
+        save_file(tensors, str(self._folder / name))
+        self.shards.append(name)
+        self._waiting.clear()
 
 
 def _clear(folder: Path) -> None:
     """Makes `folder` and deletes what an unfinished write left in it; ValueError if it holds something else."""
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = [*folder.glob("*.safetensors"), *folder.glob(f".{MANIFEST}.*")]
-    strangers = sorted({path.name for path in folder.iterdir()} - {path.name for path in unfinished})
+    unfinished = {*folder.glob("*.safetensors"), *folder.glob(f".{MANIFEST}.*")}
+    strangers = sorted(path.name for path in {*folder.iterdir()} - unfinished)
     if strangers:
         raise ValueError(f"{folder} holds {strangers[0]}, which is none of our features: give a new folder.")
     for path in unfinished:
@@ -172,8 +200,9 @@ def key_of(input_ids: Sequence[int]) -> str:
 
 
 def documents_of(batch: Batch) -> Iterator[tuple[int, slice]]:
-    """`(row, columns)` of every document of a batch."""
-    for row, ids in enumerate(batch.document_ids.tolist()):
-        for document in sorted(set(ids) - {PADDING_DOCUMENT}):
-            begin = ids.index(document)
-            yield row, slice(begin, begin + ids.count(document))
+    """The sequence and the columns of every document of a batch."""
+    for sequence, document_ids in enumerate(batch.document_ids.tolist()):
+        for document in sorted({*document_ids} - {PADDING_DOCUMENT}):
+            begin = document_ids.index(document)
+            end = begin + document_ids.count(document)
+            yield sequence, slice(begin, end)

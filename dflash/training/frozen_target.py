@@ -1,4 +1,4 @@
-"""The frozen target's answer to a batch: the features that the drafter reads and, for some losses, the last hidden states.
+"""The forward of the frozen target over a batch: features for the drafter and, for some losses, the last hidden states.
 
 The target runs without a cache and computes at most one column of logits.
 """
@@ -9,18 +9,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.model.cache_dflash import PreallocatedCache
 from dflash.model.drafting_dflash import embed
-from dflash.model.targets_dflash import LINEAR_TYPES, Layout, check_pair, decoder_layers, head
+from dflash.model.targets_dflash import (
+    LINEAR_TYPES,
+    Layout,
+    check_pair,
+    decoder_layers,
+    head,
+    layer_types,
+    text_config,
+)
 
 from .batches import Batch
 from .layout import packed_causal_mask, positions_in_documents
+from .settings import Facts
 
 
-# Attention that takes a 4-D mask, and so documents side by side.
+# Attention that takes a 4-D mask, which keeps documents apart.
 PACKING_ATTENTION = ("eager", "sdpa")
 
 
@@ -28,15 +37,14 @@ PACKING_ATTENTION = ("eager", "sdpa")
 class TargetStates:
     """Hidden states of a target for a batch, on the drafter's device."""
 
-    features: torch.Tensor  # [B, S, L * D], the tapped layers' states, concatenated in their order
-    last_hidden_state: torch.Tensor | None = None  # [B, S, D], the head's input, where it was asked for
+    features: Tensor  # [B, S, L * D], the tapped layers' states, concatenated in their order
+    last_hidden_state: Tensor | None = None  # [B, S, D], the head's input, where it was asked for
 
 
 def can_pack(target: PreTrainedModel) -> bool:
-    """Whether documents may stand side by side: a recurrent state and some attentions would go on into the next one."""
-    config = target.config.get_text_config(decoder=True)
-    types = set(getattr(config, "layer_types", None) or ())
-    return not types - {"full_attention", "sliding_attention"} and config._attn_implementation in PACKING_ATTENTION
+    """Whether documents may stand side by side. Recurrent states, and attention without 4-D masks, would mix them."""
+    is_attention = {*layer_types(target)} <= {"full_attention", "sliding_attention"}
+    return is_attention and text_config(target)._attn_implementation in PACKING_ATTENTION
 
 
 class FrozenTarget:
@@ -44,14 +52,15 @@ class FrozenTarget:
 
     def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
         check_pair(target, drafter)
+        target.requires_grad_(False)
         self.target: Any = target
         self.drafter: Any = drafter
         self.layout = Layout.of(target, drafter.config.target_layer_ids)
-        target.requires_grad_(False)
-        self.config = target.config.get_text_config(decoder=True)
-        layers = decoder_layers(target)
-        self._taps = [layers[i] for i in drafter.config.target_layer_ids]
-        self._decoder = next(m for m in target.modules() if getattr(m, "layers", None) is layers)
+        self.config = text_config(target)
+        self._layers = decoder_layers(target)
+        taps = [self._layers[number] for number in drafter.config.target_layer_ids]
+        owners = (module for module in target.modules() if getattr(module, "layers", None) is self._layers)
+        self._read = [*taps, next(owners)]  # the modules whose outputs are the states
         self._is_head_known = False
 
     @torch.no_grad()
@@ -62,79 +71,88 @@ class FrozenTarget:
             ValueError: for documents side by side that this target cannot keep apart, or if the last hidden states are wanted
                 and `logits` does not make the target's logits of them.
         """
-        batch, target = batch.to(self.target.device), self.target
-        placed = self._placed(batch.document_ids)
-        if getattr(self.config, "num_kv_shared_layers", 0):  # such layers read their keys from a cache
-            num_sequences, length = batch.input_ids.shape
-            cache = PreallocatedCache(len(decoder_layers(target)), length, num_sequences)
-            placed[self.layout.cache_name] = cache
-        last = torch.tensor([batch.input_ids.shape[1] - 1])  # as a number, Gemma 4 would skip the other columns
-        read = [*self._taps, self._decoder]
-        with _outputs_of(read) as outputs:
-            how: dict[str, Any] = {"logits_to_keep": last, "use_cache": self.layout.cache_name in placed}
-            logits = target(input_ids=batch.input_ids, return_dict=True, **how, **placed).logits[:, -1]
-        *states, last_hidden_state = (outputs[module].to(self.drafter.device) for module in read)
-        features = torch.cat([state.to(self.drafter.dtype) for state in states], dim=-1)
+        batch = batch.to(self.target.device)
+        options = self._masks(batch.document_ids)
+        num_sequences, length = batch.input_ids.shape
+        if self.layout.shares_keys:  # such layers read their keys from a cache
+            options[self.layout.cache_name] = PreallocatedCache(len(self._layers), length, num_sequences)
+        with _outputs_of(self._read) as outputs:
+            logits = self.target(
+                input_ids=batch.input_ids,
+                logits_to_keep=torch.tensor([length - 1]),  # as a number, Gemma 4 would skip the other columns
+                use_cache=self.layout.shares_keys,
+                return_dict=True,
+                **options,
+            ).logits[:, -1]
+        outputs_read = [outputs[module] for module in self._read]
+        *states, last_hidden_state = (output.to(self.drafter.device) for output in outputs_read)
+        features = torch.cat(states, dim=-1).to(self.drafter.dtype)
         if not wants_states:
             return TargetStates(features)
         self._check_head(last_hidden_state[:, -1], logits)
         return TargetStates(features, last_hidden_state)
 
-    def head(self, states: torch.Tensor) -> torch.Tensor:
+    def head(self, states: Tensor) -> Tensor:
         """The target's head over states [..., D]."""
         return head(self.target, states)
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings [..., D] of token_ids [...] by the target, as the drafter reads them, on its device."""
         return embed(self.target, self.drafter, token_ids)
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         """The target's logits [M, V] of its last states [M, D]."""
         logits, config = self.head(states), self.config
-        logits = logits * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        factor = getattr(config, "logit_scale", 1.0)
+        divisor = getattr(config, "logits_scaling", 1.0)
+        logits = logits * factor / divisor
         cap = getattr(config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def _placed(self, document_ids: torch.Tensor) -> dict[str, Any]:
-        """Positions and masks of documents side by side; none where each stands alone, for padding follows it."""
+    def _masks(self, document_ids: Tensor) -> Facts:
+        """Positions and masks of documents side by side. A document alone needs none, because padding follows it."""
         if not (document_ids > 0).any():
             return {}
-        types = set(getattr(self.config, "layer_types", None) or ())
+        types = {*layer_types(self.target)}
         if not can_pack(self.target):
             linear = sorted(types & set(LINEAR_TYPES))
+            layers = f", layers of type {', '.join(linear)}" if linear else ""
             raise ValueError(
-                f"{type(self.target).__name__} (attn_implementation={self.config._attn_implementation!r}"
-                f"{', layers of type ' + ', '.join(linear) if linear else ''}) cannot keep documents of one row apart: leave "
-                "pack_length out, or load it with attn_implementation='sdpa' if it has attention layers only."
+                f"{type(self.target).__name__} (attn_implementation={self.config._attn_implementation!r}{layers}) cannot keep "
+                "documents of one row apart: leave pack_length out, or load it with attn_implementation='sdpa' if it has "
+                "attention layers only."
             )
         window = getattr(self.config, "sliding_window", None)
-        by_type = {
-            name: packed_causal_mask(document_ids, window if name == "sliding_attention" else None, self.target.dtype)
+        windows = {"full_attention": None, "sliding_attention": window}
+        masks = {
+            name: packed_causal_mask(document_ids, windows[name], self.target.dtype)
             for name in types or {"sliding_attention"}  # without types, a window is every layer's
         }
-        mask: Any = by_type if len(types) > 1 else next(iter(by_type.values()))
+        mask: Any = masks if len(masks) > 1 else masks.popitem()[1]
         return {"position_ids": positions_in_documents(document_ids), "attention_mask": mask}
 
-    def _check_head(self, states: torch.Tensor, logits: torch.Tensor) -> None:
-        """Refuses, once, a family whose forward does more to its logits: its drafters would learn something else."""
+    def _check_head(self, states: Tensor, logits: Tensor) -> None:
+        """Raises ValueError for a family whose forward changes its logits in another way: drafters would learn wrong ones."""
         if self._is_head_known:
             return
-        ours = self.logits(states).float()
-        error = (ours - logits.to(ours.device).float()).abs().max()
-        if error > 0.05 * logits.float().std():
-            differ = f"are not its head's over the last hidden state (they differ by {error.item():.3g})"
-            name = type(self.target).__name__
-            raise ValueError(f"The logits of {name} {differ}: train with loss='ce', which does not read them.")
+        expected = logits.float()
+        computed = self.logits(states).float()
+        error = (computed - expected.to(states.device)).abs().max()
+        if error > 0.05 * expected.std():
+            raise ValueError(
+                f"The logits of {type(self.target).__name__} are not its head's over the last hidden state (they differ by "
+                f"{error.item():.3g}): train with loss='ce', which does not read them."
+            )
         self._is_head_known = True
 
 
 @contextmanager
-def _outputs_of(modules: list[nn.Module]) -> Iterator[dict[nn.Module, torch.Tensor]]:
-    """The first output of each of `modules` in the forward inside the `with`."""
-    outputs: dict[nn.Module, torch.Tensor] = {}
+def _outputs_of(modules: list[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
+    """The first output of each of `modules` in the forward in the body."""
+    outputs: dict[nn.Module, Tensor] = {}
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        outputs[module] = output if isinstance(output, torch.Tensor) else output[0]
+        outputs[module] = output if isinstance(output, Tensor) else output[0]
 
     handles = [module.register_forward_hook(keep) for module in modules]
     try:

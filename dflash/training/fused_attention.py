@@ -8,6 +8,7 @@ backward pass gives the gradients of the joint softmax.
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
@@ -21,22 +22,31 @@ class FusedBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        context_key: torch.Tensor,  # [B, H, S, E]
-        context_value: torch.Tensor,  # likewise
-        context_mask: torch.Tensor,  # additive [B, 1, A * N, S], in fp32 or of query's dtype
-        query: torch.Tensor,  # [B, H, A, N, E]
-        block_key: torch.Tensor,  # likewise
-        block_value: torch.Tensor,  # likewise
-        block_mask: torch.Tensor,  # additive [B, 1, A, N, N]
-    ) -> torch.Tensor:  # of the shape of query
+        context_key: Tensor,  # [B, H, S, E]
+        context_value: Tensor,  # likewise
+        context_mask: Tensor,  # additive [B, 1, A * N, S], in fp32 or of query's dtype
+        query: Tensor,  # [B, H, A, N, E]
+        block_key: Tensor,  # likewise
+        block_value: Tensor,  # likewise
+        block_mask: Tensor,  # additive [B, 1, A, N, N]
+    ) -> Tensor:  # of the shape of query
         """The output of the joint softmax."""
         flat = query.flatten(2, 3)
-        output, denominator = _forward(flat, context_key, context_value, 0.0, False, attn_mask=context_mask, scale=1.0)
+        output, denominator = _forward(
+            flat,
+            context_key,
+            context_value,
+            0.0,
+            False,
+            attn_mask=context_mask,
+            scale=1.0,
+        )
         denominator = denominator.view(*query.shape[:4], 1)  # of the context; a logarithm in fp32
         scores = _own_scores(query, block_key, block_mask)
         joint = torch.logaddexp(denominator, scores.logsumexp(dim=-1, keepdim=True))
         own = (scores - joint).exp().to(query.dtype) @ block_value
-        output = output.view_as(query) * (denominator - joint).exp().to(query.dtype) + own
+        context_share = (denominator - joint).exp().to(query.dtype)
+        output = output.view_as(query) * context_share + own
         ctx.save_for_backward(
             context_key, context_value, context_mask, query, block_key, block_value, block_mask, output, joint
         )
@@ -44,7 +54,7 @@ class FusedBlocks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of all but the masks."""
         (context_key, context_value, context_mask, query, block_key, block_value, block_mask, output, joint) = (
             ctx.saved_tensors
@@ -63,16 +73,18 @@ class FusedBlocks(torch.autograd.Function):
         )
         weights = (_own_scores(query, block_key, block_mask) - joint).exp()
         mean = _wide(gradient * output).sum(dim=-1, keepdim=True)
-        of_scores = (weights * (_wide(gradient @ block_value.mT) - mean)).to(query.dtype)
+        of_weights = _wide(gradient @ block_value.mT)
+        of_scores = (weights * (of_weights - mean)).to(query.dtype)
         of_query = of_query.view_as(query) + of_scores @ block_key
-        of_block_key, of_block_value = of_scores.mT @ query, weights.to(query.dtype).mT @ gradient
+        of_block_key = of_scores.mT @ query
+        of_block_value = weights.to(query.dtype).mT @ gradient
         return of_context_key, of_context_value, None, of_query, of_block_key, of_block_value, None
 
 
-def _own_scores(query: torch.Tensor, block_key: torch.Tensor, block_mask: torch.Tensor) -> torch.Tensor:
+def _own_scores(query: Tensor, block_key: Tensor, block_mask: Tensor) -> Tensor:
     """The scores of a block to itself, in fp32 at least: [B, H, A, N, N]."""
     return _wide(query @ block_key.mT) + block_mask
 
 
-def _wide(values: torch.Tensor) -> torch.Tensor:
+def _wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))

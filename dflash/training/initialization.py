@@ -1,19 +1,20 @@
 """A new drafter in the target's shape, with the taps, the block and the rope that the target asks for."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import align_module_device
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.drafter import DFlashConfig, DFlashDraftModel
 from dflash.model.configuration_dflash import default_target_layer_ids
-from dflash.model.targets_dflash import decoder_layers
+from dflash.model.targets_dflash import decoder_layers, text_config
+
+from .settings import Facts
 
 
-# What a drafter takes over from its target unless told otherwise.
+# Fields that a drafter takes from its target unless told otherwise.
 SHARED_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -33,22 +34,25 @@ SHARED_FIELDS = (
     "rope_parameters",
 )
 
-# Width of the heads of the published drafters, whose largest scores narrower heads are given too.
+# Width of the heads of the published drafters. Narrower heads begin with scores as large as theirs.
 HEAD_DIM = 128
 # Tokens of a block with its anchor, unless told otherwise.
 BLOCK_SIZE = 16
 
-# Standard deviation of the table of Domino's head at first: of 0.1 and 0.3, which learned alike.
+# Standard deviation of the table of Domino's head at first; 0.1 learned as well.
 TABLE_STD = 0.3
 
-# What a mask token is called in vocabularies that have one.
+# Ends of the names of the norms of queries and keys.
+NORMS_OF_SCORES = ("q_norm.weight", "k_norm.weight")
+
+# Names of mask tokens in vocabularies.
 MASK_TOKENS = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
 
 
 def spread_taps(num_target_layers: int, num_taps: int = 5) -> list[int]:
-    """The paper's spread of tapped layers; over all layers but the last where that gives fewer than `num_taps`.
+    """The tapped layers, spread as in the paper.
 
-    A target with fewer layers than `num_taps` gives as many as it has.
+    Where the paper gives fewer than `num_taps`, they are spread over all layers but the last. Small targets give fewer.
 
     Example:
         >>> spread_taps(36), spread_taps(5)
@@ -58,7 +62,8 @@ def spread_taps(num_target_layers: int, num_taps: int = 5) -> list[int]:
     last = num_target_layers - 2
     if len(paper) == num_taps or num_taps == 1:
         return paper
-    return sorted({round(i * last / (num_taps - 1)) for i in range(num_taps)})
+    stride = last / (num_taps - 1)
+    return sorted({round(place * stride) for place in range(num_taps)})
 
 
 def new_drafter(
@@ -68,9 +73,7 @@ def new_drafter(
     num_hidden_layers: int = 5,
     block_size: int = BLOCK_SIZE,
     num_taps: int = 5,
-    target_layer_ids: Sequence[int] | None = None,
     sliding_window: int | None = None,
-    is_causal: bool | None = None,
     from_target: bool = False,
     **fields: Any,
 ) -> DFlashDraftModel:
@@ -82,31 +85,29 @@ def new_drafter(
         num_hidden_layers: Depth of the drafter.
         block_size: Tokens in a block, anchor included.
         num_taps: How many layers of the target it reads, as `spread_taps` chooses them.
-        target_layer_ids: The very layers instead.
         sliding_window: Every layer sees so many positions. Default: all.
-        is_causal: Whether rows see only what is before them in the block. Default: full layers are not causal, sliding ones
-            are.
         from_target: Begin with the target's weights, as `begin_at_target` copies them. Default: random ones.
-        fields: Fields of `DFlashConfig` that differ from the target's, such as `intermediate_size`.
+        fields: Other fields of `DFlashConfig`: the `target_layer_ids` themselves, `is_causal`, or fields that differ from the
+            target's, such as `intermediate_size`.
 
     Raises:
         ValueError: for a shape that no drafter can have.
     """
-    config = target.config.get_text_config(decoder=True)
-    shared = {name: getattr(config, name) for name in SHARED_FIELDS if getattr(config, name, None) is not None}
-    layers = config.num_hidden_layers
-    ropes = shared.get("rope_parameters") or {}
+    config = text_config(target)
+    shape = {name: getattr(config, name, None) for name in SHARED_FIELDS}
+    shape = {name: value for name, value in shape.items() if value is not None}
+    ropes = shape.get("rope_parameters") or {}
     if "full_attention" in ropes:  # one for each type of layer, as in Gemma 3
-        shared["rope_parameters"] = ropes["full_attention"]
-    shape = {
+        shape["rope_parameters"] = ropes["full_attention"]
+    shape |= {
         "num_hidden_layers": num_hidden_layers,
-        "num_target_layers": layers,
-        "target_layer_ids": list(spread_taps(layers, num_taps) if target_layer_ids is None else target_layer_ids),
+        "num_target_layers": config.num_hidden_layers,
+        "target_layer_ids": spread_taps(config.num_hidden_layers, num_taps),
         "block_size": block_size,
         "mask_token_id": mask_token_id,
-        "is_causal": is_causal,
-    } | window_fields(num_hidden_layers, sliding_window)
-    drafter = DFlashDraftModel(DFlashConfig(**(shared | shape | fields)))
+    }
+    shape |= window_fields(num_hidden_layers, sliding_window) | fields
+    drafter = DFlashDraftModel(DFlashConfig(**shape))
     if drafter.embed_proj is not None:
         begin_domino(drafter, target)
     if from_target:
@@ -115,72 +116,91 @@ def new_drafter(
 
 
 def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
-    """Gives the drafter the weights of layers of the target, from its first to its last, wherever name and shape agree.
+    """Copies weights of the target's layers to the drafter, wherever name and shape agree.
 
-    The layers are spread evenly, from the first on, as in DistilBERT (arXiv 1910.01108): a block's input is embeddings, which
-    the first layer was trained to read. The mean of the tapped layers is added to the random `fc`, so that the copied keys and values read the residual stream that they
-    were trained on. Where the target norms no queries and keys, narrow heads get norms that let their scores be as large as
+    The copied layers are spread evenly from the first to the last, as in DistilBERT (arXiv 1910.01108): the input of a block is
+    embeddings, which the first layer was trained to read. The mean of the tapped layers is added to the random `fc`, so that the copied keys and
+    values read the residual stream that they were trained on. Where the target norms no queries and keys, narrow heads get norms that let their scores be as large as
     those of heads of `HEAD_DIM`: with weights of 1 the largest score is the root of a head's size.
     """
     config = drafter.config
-    layers = list(decoder_layers(target))
+    layers = decoder_layers(target)
     gain = max(1.0, (HEAD_DIM / config.head_dim) ** 0.25)
+    last = len(layers) - 1
+    num_strides = max(1, len(drafter.layers) - 1)
     with torch.no_grad():
         for place, layer in enumerate(drafter.layers):
-            source = layers[round(place * (len(layers) - 1) / max(1, len(drafter.layers) - 1))]
+            number = round(place * last / num_strides)
             for name, weight in layer.named_parameters():
-                found = _found(source, name)
-                if found is not None and found.shape == weight.shape:
-                    weight.copy_(found)
-                elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                is_copied = _copy(layers[number], name, weight)
+                if not is_copied and name.endswith(NORMS_OF_SCORES):
                     weight.fill_(gain)
-        final, first = _found(target.get_decoder(), "norm.weight"), _found(layers[-1], "input_layernorm.weight")
-        for norm, found in ((drafter.norm, final), (drafter.hidden_norm, first)):
-            if found is not None:
-                norm.weight.copy_(found)
-        taps = drafter.fc.weight.view(config.hidden_size, -1, config.hidden_size)  # [D, taps, D]
-        taps += torch.eye(config.hidden_size)[:, None] / taps.shape[1]
+        _copy(target.get_decoder(), "norm.weight", drafter.norm.weight)
+        _copy(layers[-1], "input_layernorm.weight", drafter.hidden_norm.weight)
+        size = config.hidden_size
+        taps = drafter.fc.weight.view(size, -1, size)  # [D, taps, D]
+        num_taps = taps.shape[1]
+        taps += torch.eye(size)[:, None] / num_taps
+
+
+def _copy(source: nn.Module, name: str, weight: Tensor) -> bool:
+    """Copies the weight of that name in `source` if it has the same shape; gives whether it did."""
+    value = _target_weight(source, name)
+    if value is None or value.shape != weight.shape:
+        return False
+    weight.copy_(value)
+    return True
 
 
 @torch.no_grad()
 def begin_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
-    """Lets Domino's head begin without effect, with a row for each token that knows what the target's head knows of it.
+    """Lets Domino's head begin without effect, with the knowledge of the target's head in its table of tokens.
 
-    The rows are the target's head on its strongest directions, which a table of random rows would first have to learn. A
-    quantised head leaves them random.
+    The rows of the table are the rows of the target's head, projected on its strongest directions. Random rows would first have
+    to learn them. Where the target's head is quantised the rows stay random.
     """
     mix, _, table = drafter.get_submodule("embed_proj").children()
     mix.get_parameter("weight").zero_()
-    rows, head = table.get_parameter("weight"), _found(target.get_output_embeddings(), "weight")
-    if head is not None and len(head) == len(rows) and head.shape[1] >= rows.shape[1]:
-        head = head.float()
-        strongest = torch.linalg.eigh(head.T @ head).eigenvectors[:, -rows.shape[1] :]
-        largest = strongest.gather(0, strongest.abs().argmax(dim=0, keepdim=True))
-        found = head @ (strongest * largest.sign())  # so that all processes begin with the same one of both
-        rows.copy_(found * (TABLE_STD / found.std()))
+    rows = table.get_parameter("weight")
+    num_tokens, size = rows.shape
+    head = _target_weight(target.get_output_embeddings(), "weight")
+    if head is None:
+        return
+    if len(head) != num_tokens or head.shape[1] < size:
+        return
+    head = head.float()
+    directions = torch.linalg.eigh(head.T @ head).eigenvectors
+    strongest = directions[:, -size:]
+    # An eigenvector and its negative are as good: a fixed sign lets all processes begin alike.
+    largest = strongest.gather(0, strongest.abs().argmax(dim=0, keepdim=True))
+    projections = head @ (strongest * largest.sign())
+    rows.copy_(projections * (TABLE_STD / projections.std()))
 
 
-def _found(module: nn.Module, name: str) -> torch.Tensor | None:
-    """A weight of the target under the drafter's `name`, fetched if it is offloaded; `None` if there is none, or a quantised one."""
+def _target_weight(module: nn.Module, name: str) -> Tensor | None:
+    """The weight of a target's module by the drafter's `name` for it, fetched if offloaded; `None` if it is missing or quantised."""
     path, _, leaf = name.rpartition(".")
     if path == "post_attention_layernorm" and hasattr(module, "pre_feedforward_layernorm"):
         path = "pre_feedforward_layernorm"  # Gemma's name of that place
     try:
-        place = module.get_submodule(path)
-        place.get_parameter(leaf)
+        owner = module.get_submodule(path)
+        owner.get_parameter(leaf)
     except AttributeError:
         return None
-    with align_module_device(place):
-        weight = place.get_parameter(leaf)
-        if type(weight.data) is not torch.Tensor or not weight.is_floating_point() or weight.itemsize < 2:
+    with align_module_device(owner):
+        weight = owner.get_parameter(leaf)
+        is_plain = type(weight.data) is Tensor and weight.is_floating_point()
+        if not is_plain or weight.itemsize < 2:
             return None
-        if weight.ndim == 1:  # what the norm multiplies by: some store it less 1
-            return place(torch.ones_like(weight)[None])[0] if "RMSNorm" in type(place).__name__ else None
-        return weight.clone()
+        if weight.ndim > 1:
+            return weight.clone()
+        if "RMSNorm" not in type(owner).__name__:
+            return None
+        return owner(torch.ones_like(weight)[None])[0]  # the factor of the norm: some families store it less 1
 
 
-def window_fields(num_hidden_layers: int, sliding_window: int | None) -> dict[str, Any]:
-    """The config's fields for a window over all layers, or for none."""
+def window_fields(num_hidden_layers: int, sliding_window: int | None) -> Facts:
+    """The fields of a config for a window in all layers, or in none."""
     if sliding_window is None:
         return {"layer_types": ["full_attention"] * num_hidden_layers}
     types = ["sliding_attention"] * num_hidden_layers
@@ -191,14 +211,14 @@ def find_mask_token(tokenizer: Any, vocab_size: int) -> int:
     """An id that fills blocks: the tokenizer's mask token, else the first row that no token has, else its unknown token.
 
     Raises:
-        ValueError: if there is none of them.
+        ValueError: if the tokenizer has none of them.
     """
-    known = tokenizer.get_vocab()
-    named = next((known[name] for name in MASK_TOKENS if name in known), None)
-    taken = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    unused = max(known.values()) + 1
-    for token_id in (tokenizer.mask_token_id, named, unused, tokenizer.unk_token_id):
-        if token_id is not None and token_id < vocab_size and token_id not in taken:
+    vocabulary = tokenizer.get_vocab()
+    names = (vocabulary.get(name) for name in MASK_TOKENS)
+    unused = max(vocabulary.values()) + 1
+    for token_id in (tokenizer.mask_token_id, *names, unused, tokenizer.unk_token_id):
+        is_taken = token_id in (None, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        if not is_taken and token_id < vocab_size:
             return token_id
     raise ValueError(
         f"The tokenizer uses all {vocab_size} rows of the embedding and has no mask token: give mask_token_id "

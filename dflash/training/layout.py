@@ -6,63 +6,67 @@ uses the same predicate (`attention_dflash.sees`), so a training forward is many
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dflash.drafter import DFlashConfig
 from dflash.model.attention_dflash import additive_mask, sees, target_sees
 
 from .block_attention import BLOCKWISE
+from .settings import Facts
 
 
 # The document of an absent anchor: no token's, and not that of padding.
 NO_DOCUMENT = -2
 
 # Whether query q of sequence b sees key k, in the form of flex attention, which has the head in between.
-Visibility = Callable[[Any, Any, Any, Any], torch.Tensor]
+Visibility = Callable[[Any, Any, Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """What the drafter reads and what it should propose; query r is position `r % N` of block `r // N`."""
+    """The queries of a forward and what the drafter should propose at each; query r is position `r % N` of block `r // N`."""
 
-    token_ids: torch.Tensor  # [B, R], the anchor's token, then mask tokens
+    token_ids: Tensor  # [B, R], the anchor's token, then mask tokens
     # [B, R], the token at the query's own position, or the next one if `sample_from_anchor`; undefined where none is learned.
-    labels: torch.Tensor
-    is_learned: torch.Tensor  # bool [B, R], queries that propose, up to the end of the anchor's response
+    labels: Tensor
+    is_learned: Tensor  # bool [B, R], queries that propose, up to the end of the anchor's response
     # [B, R], columns of the tokens before the labels, at which the target's logits predict the labels
-    previous: torch.Tensor
-    position_ids: torch.Tensor  # [B, S + R], of the context, then of the queries
+    previous: Tensor
+    position_ids: Tensor  # [B, S + R], of the context, then of the queries
     # By layer type, whether a query sees a key: bool [B, 1, R, S + R]; for "blockwise" the context's keys and those of the
     # query's own block, [B, 1, R, S + N]; for "flex_attention" its `BlockMask`.
-    attention_mask: dict[str, Any]
+    attention_mask: Facts
 
 
-def positions_in_documents(document_ids: torch.Tensor) -> torch.Tensor:
+def positions_in_documents(document_ids: Tensor) -> Tensor:
     """Each token's distance to the first token of its document, [B, S] of document_ids [B, S]."""
-    columns = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)  # [B, S]
+    columns = torch.arange(document_ids.shape[1], device=document_ids.device)
+    columns = columns.expand_as(document_ids)  # [B, S]
     begins = torch.ones_like(document_ids, dtype=torch.bool)
-    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    before = document_ids[:, :-1]
+    begins[:, 1:] = document_ids[:, 1:] != before
     return columns - torch.where(begins, columns, 0).cummax(dim=1).values
 
 
-def packed_causal_mask(document_ids: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+def packed_causal_mask(document_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """The mask of a causal target that reads documents side by side, each as if alone: additive [B, 1, S, S].
 
     Padding is a document too, so that every token sees at least one.
     """
     length, device = document_ids.shape[1], document_ids.device
     visible = target_sees(torch.arange(length, device=device)[None], length, None, window)
-    return additive_mask((visible & (document_ids[:, :, None] == document_ids[:, None, :]))[:, None], dtype)
+    is_same_document = document_ids[:, :, None] == document_ids[:, None, :]
+    return additive_mask((visible & is_same_document)[:, None], dtype)
 
 
 def lay_out_blocks(
-    input_ids: torch.Tensor,  # [B, S]
-    loss_mask: torch.Tensor,  # bool [B, S]
-    document_ids: torch.Tensor,  # [B, S], negative for padding
-    anchors: torch.Tensor,  # [B, A] columns, negative for none
+    input_ids: Tensor,  # [B, S]
+    loss_mask: Tensor,  # bool [B, S]
+    document_ids: Tensor,  # [B, S], negative for padding
+    anchors: Tensor,  # [B, A] columns, negative for none
     config: DFlashConfig,
     attention: str,
 ) -> BlockLayout:
@@ -71,7 +75,7 @@ def lay_out_blocks(
     A query sees the context of its own document strictly before its anchor, and its own block. It sees no other block, even
     one that overlaps its own. Queries of an absent anchor keep the shape: they are not learned and no other query sees them.
     """
-    (batch, length), block_size = input_ids.shape, config.block_size
+    length, block_size = input_ids.shape[1], config.block_size
     ahead = int(config.sample_from_anchor)  # distance from a query's position to its label's
     offsets = torch.arange(block_size, device=input_ids.device)  # [N]
     exists = anchors >= 0  # [B, A]
@@ -80,49 +84,28 @@ def lay_out_blocks(
     in_sequence = columns < length
     columns = columns.clamp(max=length - 1)
 
-    def at(values: torch.Tensor) -> torch.Tensor:  # [B, S] -> [B, A, N]
+    def at(values: Tensor) -> Tensor:  # [B, S] -> [B, A, N]
         return values.gather(1, columns.flatten(1)).view_as(columns)
 
-    anchor_documents = document_ids.gather(1, first)  # [B, A]
     # A block ends with its anchor's response: tokens after that belong to a next turn or a next document.
-    is_response = in_sequence & at(loss_mask) & (at(document_ids) == anchor_documents[:, :, None]) & exists[:, :, None]
+    anchor_documents = document_ids.gather(1, first)  # [B, A]
+    is_same_document = at(document_ids) == anchor_documents[:, :, None]
+    is_response = at(loss_mask) & is_same_document
+    is_response &= in_sequence & exists[:, :, None]
     is_learned = is_response.long().cumprod(dim=2).bool()
     if not ahead:
-        is_learned[:, :, 0] = False  # the anchor is given
+        is_learned[:, :, 0] = False  # the anchor is known
 
     token_ids = torch.full_like(columns, config.mask_token_id)
     token_ids[:, :, 0] = input_ids.gather(1, first)
-
     positions = positions_in_documents(document_ids)  # [B, S]
-    anchor_positions = positions.gather(1, first)[:, :, None].expand_as(columns).flatten(1)  # [B, R]
-    query_positions = anchor_positions + offsets.repeat(anchors.shape[1])
-    query_blocks = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block_size)
-    query_blocks = query_blocks.expand(batch, -1)  # [B, R]
-    query_documents = torch.where(exists, anchor_documents, NO_DOCUMENT).repeat_interleave(block_size, 1)
-
-    position_ids = torch.cat([positions, query_positions], dim=1)
-    key_blocks = torch.cat([torch.full_like(document_ids, -1), query_blocks], dim=1)
-    key_documents = torch.cat([document_ids, query_documents], dim=1)
-
-    def visibility(is_causal: bool, window: int | None) -> Visibility:
-        def visible(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
-            query, key = (query_positions[b, q], query_blocks[b, q]), (position_ids[b, k], key_blocks[b, k])
-            seen = sees(query, key, anchor_positions[b, q], is_causal, window)
-            return seen & (query_documents[b, q] == key_documents[b, k])
-
-        return visible
-
-    shape = batch, query_positions.shape[1], position_ids.shape[1]
-    makers: dict[str, Any] = {
-        "flex_attention": _block_mask,
-        BLOCKWISE: partial(_blockwise_mask, block_size=block_size),
-    }
-    make_mask = makers.get(attention, _dense_mask)
-    masks: dict[str, Any] = {}
-    for layer, layer_type in enumerate(config.layer_types):
-        if layer_type not in masks:
-            visible = visibility(config.is_layer_causal(layer), config.layer_window(layer))
-            masks[layer_type] = make_mask(visible, shape, input_ids.device)
+    context = _Places(positions, torch.full_like(document_ids, -1), document_ids)
+    anchor_places = _Places(
+        positions.gather(1, first),
+        torch.arange(anchors.shape[1], device=anchors.device).expand_as(anchors),
+        torch.where(exists, anchor_documents, NO_DOCUMENT),
+    )
+    position_ids, masks = _masks(context, anchor_places, config, attention)
     return BlockLayout(
         token_ids.flatten(1),
         at(input_ids).flatten(1),
@@ -133,24 +116,93 @@ def lay_out_blocks(
     )
 
 
+class _Places(NamedTuple):
+    """Where tokens are: each [B, A] for anchors, [B, S] for the context, [B, R] for queries and [B, S + R] for keys."""
+
+    positions: Tensor  # in their documents
+    blocks: Tensor  # -1 for the context
+    documents: Tensor
+
+
+def _masks(context: _Places, anchors: _Places, config: DFlashConfig, attention: str) -> tuple[Tensor, Facts]:
+    """The positions [B, S + R] of all keys, and the mask of each layer type in the form that `attention` takes."""
+    block_size = config.block_size
+    places = [values.repeat_interleave(block_size, 1) for values in anchors]
+    anchor_positions, blocks, documents = places  # [B, R]
+    offsets = torch.arange(block_size, device=blocks.device)
+    num_anchors = anchors.blocks.shape[1]
+    queries = _Places(anchor_positions + offsets.repeat(num_anchors), blocks, documents)
+    pairs = zip(context, queries, strict=True)
+    keys = _Places(*(torch.cat(pair, dim=1) for pair in pairs))
+    masks: Facts = {}
+    for layer, layer_type in enumerate(config.layer_types):
+        if layer_type not in masks:
+            is_causal, window = config.is_layer_causal(layer), config.layer_window(layer)
+            visible = _visibility(queries, keys, anchor_positions, is_causal, window)
+            masks[layer_type] = _mask(visible, queries, keys, block_size, attention)
+    return keys.positions, masks
+
+
+def _visibility(
+    queries: _Places, keys: _Places, anchor_positions: Tensor, is_causal: bool, window: int | None
+) -> Visibility:
+    query_positions, query_blocks, query_documents = queries
+    key_positions, key_blocks, key_documents = keys
+
+    def visible(b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        query = (query_positions[b, q], query_blocks[b, q])
+        key = (key_positions[b, k], key_blocks[b, k])
+        seen = sees(
+            query,
+            key,
+            anchor_positions[b, q],
+            is_causal,
+            window,
+        )
+        is_same_document = query_documents[b, q] == key_documents[b, k]
+        return seen & is_same_document
+
+    return visible
+
+
+def _mask(visible: Visibility, queries: _Places, keys: _Places, block_size: int, attention: str) -> Any:
+    """The mask in the form that `attention` takes."""
+    batch, num_queries = queries.positions.shape
+    shape = batch, num_queries, keys.positions.shape[1]
+    device = queries.positions.device
+    if attention == "flex_attention":
+        return _block_mask(visible, shape, device)
+    if attention == BLOCKWISE:
+        return _blockwise_mask(visible, shape, device, block_size)
+    return _dense_mask(visible, shape, device)
+
+
 def _dense_mask(
-    visible: Visibility, shape: tuple[int, int, int], device: torch.device, keys: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Bool [B, 1, Q, K] for all keys, or for the given ones, [1 or Q, K]."""
-    b, q, k = (torch.arange(size, device=device) for size in shape)
-    return visible(b[:, None, None], None, q[None, :, None], k[None, None] if keys is None else keys[None])[:, None]
+    visible: Visibility, shape: tuple[int, int, int], device: torch.device, keys: Tensor | None = None
+) -> Tensor:
+    """Bool [B, 1, Q, K] for `keys` [1 or Q, K], by default for all keys."""
+    batch, queries, num_keys = shape
+    b = torch.arange(batch, device=device)[:, None, None]
+    q = torch.arange(queries, device=device)[:, None]
+    if keys is None:
+        keys = torch.arange(num_keys, device=device)[None]
+    return visible(b, None, q, keys)[:, None]
 
 
-def _blockwise_mask(
-    visible: Visibility, shape: tuple[int, int, int], device: torch.device, block_size: int
-) -> torch.Tensor:
+def _blockwise_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device, block_size: int) -> Tensor:
     """The keys that a query's block may see: the context's and its own, bool [B, 1, Q, S + N]."""
     _, queries, keys = shape
     length = keys - queries
-    context = _dense_mask(visible, shape, device, torch.arange(length, device=device)[None])
-    begins = torch.arange(0, queries, block_size, device=device).repeat_interleave(block_size)
-    own = length + begins[:, None] + torch.arange(block_size, device=device)
-    return torch.cat([context, _dense_mask(visible, shape, device, own)], dim=-1)
+    own_keys = torch.arange(length, keys, device=device).view(-1, 1, block_size)  # [A, 1, N]
+    own_keys = own_keys.expand(-1, block_size, -1).flatten(0, 1)  # [Q, N]
+    context = _dense_mask(
+        visible,
+        shape,
+        device,
+        torch.arange(length, device=device)[None],
+    )
+    own = _dense_mask(visible, shape, device, own_keys)
+    return torch.cat([context, own], dim=-1)
 
 
 def _block_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device) -> Any:

@@ -1,11 +1,11 @@
-"""MLPs that keep less for the backward pass: their two projections, not the activation and the product made of them."""
+"""MLPs that keep two tensors for the backward pass, their projections, and compute the activation and the product again."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 def lean_mlps(drafter: Any) -> Iterator[None]:
     """Inside the `with`, the drafter's MLPs keep two tensors of their width for the backward pass, not four.
 
-    It computes the other two again, elementwise: recomputation stops before the matrix product that follows, whose weight is
-    made again too if it has a change of low rank. Layers that are computed again as a whole are left alone, and so are MLPs
-    whose forward something else has replaced.
+    The other two are computed again, elementwise. Recomputation stops before the matrix product that follows, but makes its
+    weight again if that has a change of low rank. Layers with gradient checkpointing are left alone, and so are MLPs whose
+    forward was replaced already.
     """
     layers = [layer for layer in drafter.layers if not layer.gradient_checkpointing]
     mlps: list[Any] = [layer.mlp for layer in layers if "forward" not in vars(layer.mlp)]
@@ -28,8 +28,8 @@ def lean_mlps(drafter: Any) -> Iterator[None]:
             del mlp.forward  # the class's is there again
 
 
-def _forward(mlp: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    def joined(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _forward(mlp: Any, hidden_states: Tensor) -> Tensor:
+    def joined(gate: Tensor, up: Tensor) -> Tensor:
         return mlp.down_proj(mlp.act_fn(gate) * up)
 
     # Nothing in it is random, and on a GPU the state of random numbers is slow to read.

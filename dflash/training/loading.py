@@ -1,207 +1,292 @@
-"""From names to models and data: the target, its tokenizer, the data and the drafter, loaded and checked against each other."""
+"""Loads the target, its tokenizer, the data and the drafter by their names, and checks them against each other."""
 
 import copy
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
+from dflash.common.devices import device_fault
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.manifest import manifest_path, read_manifest
-from dflash.common.messages import OWN_CODE, as_sentence, first_line, without_load_report
+from dflash.common.messages import OWN_CODE, Announce, as_sentence, say_nothing, without_load_report
 from dflash.common.remote_code import refuse_own_generate
 from dflash.drafter import DFlashDraftModel
-from dflash.model.targets_dflash import check_pair, max_positions
+from dflash.model.targets_dflash import check_pair, max_positions, text_config
 
 from .adaptation_trace import check_trace
-from .data import Example, Wanted, mixed, parts_of
+from .data import Wanted, in_words, mixed, parts_of
 from .data_checks import check_mask_token, check_tokenizer, usable
 from .device import computes_in_bf16
-from .encoding_cache import StoredExamples, cached_examples
+from .encoding_cache import cached_examples
+from .examples import Example, Examples, Prompts, has_rejected, selected
 from .initialization import BLOCK_SIZE, begin_domino, find_mask_token, new_drafter, window_fields
-from .lazy_sequences import chosen, shortened
-from .settings import DRAFTER, PARTS, TrainingSettings
+from .settings import DRAFTER, PARTS, Facts, TrainingSettings
 from .sources import Source, read_rows
 
 
-# Where acceptance is measured, a text without a prompt is continued after this many of its tokens.
+# Acceptance on a text without a prompt is measured after this many of its tokens.
 SHORTEST_PROMPT = 8
 
-# Settings of the drafter that one of `init` can change, and those of parts that it can be given, which begin without effect
-# (convolutions, Domino's head) or with little (the selector); the others are of the weights' shape, which only a new drafter takes.
+# Settings that change a drafter of `init`, and settings that add a part to it. A part begins without effect (convolutions,
+# Domino's head) or with little (the selector). All other settings of a shape are for new drafters.
 CHANGEABLE = ("block_size", "mask_token_id", "is_causal")
 ADDABLE = (
-    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
-    *("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len"),
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "gru_hidden_dim",
+    "emb_dim",
+    "pure_draft_prefix_len",
 )
 PART_NAMES = ("_conv.", "candidate_selector.", "prefix_gru.", "embed_proj.")  # in the names of their weights
-NEW_DRAFTER_FIELDS = {one.name for one in fields(TrainingSettings) if one.metadata["topic"] in (DRAFTER, PARTS)}
-NEW_DRAFTER_FIELDS -= {"init", "from_target", "freeze_init", "sliding_window", *CHANGEABLE}
+NOT_A_SHAPE = ("init", "from_target", "freeze_init", "sliding_window", *CHANGEABLE)
+SHAPE = [
+    setting.name
+    for setting in fields(TrainingSettings)
+    if setting.metadata["topic"] in (DRAFTER, PARTS) and setting.name not in NOT_A_SHAPE
+]
+# Ways to spread a model over devices.
+WAYS_TO_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass
 class Prepared:
-    """The models, the data to train on, and prompts that nothing is trained on."""
+    """The models, the data to train on, and held-out prompts."""
 
     target: PreTrainedModel
     tokenizer: Any
     drafter: DFlashDraftModel
-    examples: Sequence[Example]
-    held_out: list[list[int]]
+    examples: Examples
+    held_out: Prompts
     init_weights: str | None = None  # fingerprint of the drafter of `init`, before anything was added to it
 
 
 def prepare(
-    target: str | os.PathLike[str],
-    data: Source | Sequence[Source],
-    settings: TrainingSettings,
-    announce: Callable[[str], None] | None = None,
-    ready: Prepared | None = None,
-    needs_held_out: bool = False,
+    target: Source, data: Source | Sequence[Source], settings: TrainingSettings, announce: Announce = say_nothing
 ) -> Prepared:
     """Loads data and models, the small ones first; `announce` is told in a sentence what is left out.
 
-    With `ready`, of other data, its models are taken.
-
     Raises:
-        ValueError: with `needs_held_out`, for data of which nothing can be held out.
         ValueError: for a target, a drafter or data that cannot be read, or that do not belong together.
     """
-    _check_device_map(settings.device_map)
-    sources, weights = zip(*parts_of(data), strict=True)
-    with _named_target(target):
-        if ready is None:
-            tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=settings.trust_remote_code)
-        else:
-            tokenizer = ready.tokenizer
-    begun = ready.drafter if ready else _drafter_to_begin_with(settings)
-    begun_weights = ready.init_weights if ready else None if begun is None else model_fingerprint(begun)
-    wanted = _wanted(settings, begun)
-    how: dict[str, Any] = {
-        "split": settings.split,
-        "max_length": settings.max_length,
-        "streaming": settings.streaming,
-        "announce": announce,
-        "enable_thinking": settings.thinking,
-    }
-    if settings.drop_long and settings.max_length is not None:
-        how["max_length"] += 1  # by which a longer one is still known
-    bounds = [wanted] * len(sources)
-    if settings.eval_data is not None:  # what is measured on is read whole, unless that has no end
-        sources, bounds = (*sources, settings.eval_data), [*bounds, wanted if settings.streaming else None]
-    parts: list[Sequence[Example]] = [
-        cached_examples(source, tokenizer, wanted=bound, **how) for source, bound in zip(sources, bounds, strict=True)
-    ]
-    model, drafter = (ready.target, ready.drafter) if ready else _load_models(target, tokenizer, settings, begun)
-    positions = max_positions(model)
-    for place, (source, bound, part) in enumerate(zip(sources, bounds, parts, strict=True)):
-        if bound is not None and announce is not None and (taken := sum(map(bound.takes, part))) < bound.samples:
-            announce(f"{source} has {taken:,} usable rows, not {bound.samples:,}.")
-        try:  # all at once, so that what is refused is named by its row
-            if _has_rejected(part):
-                rows = islice(read_rows(source, settings.split, settings.streaming), len(part))
-                check_trace(rows, target, tokenizer, model)
-            if positions is not None:
-                part = shortened(part, positions)
-            parts[place] = usable(part, drafter, model, announce)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from error
-    others: Sequence[Example] = parts.pop() if settings.eval_data is not None else []
-    usable_ones, left_out = mixed(parts, weights, settings)
-    if left_out and announce is not None:
-        announce(f"Left out: {', '.join(f'{count:,} {why}' for why, count in left_out.items())}.")
-    if others:
-        drawn = random.Random(f"held-out-{settings.seed}").sample(others, min(settings.held_out, len(others)))
-        return Prepared(model, tokenizer, drafter, usable_ones, list(map(prompt_of, drawn)), begun_weights)
-    found = f"data has {len(usable_ones)} usable sequences, of which a tenth may be held out:"
-    if needs_held_out and not min(settings.held_out, len(usable_ones) // 10):
+    parts = parts_of(data)
+    sources = [source for source, _ in parts]
+    weights = [weight for _, weight in parts]
+    ready, tables = load(target, sources, settings, announce)
+    evaluation = None if settings.eval_data is None else tables.pop()
+    ready.examples = _mixed(tables, weights, settings, announce)
+    if evaluation is None:
+        take_prompts(ready, settings, announce)
+        return ready
+    generator = random.Random(f"held-out-{settings.seed}")
+    drawn = generator.sample(evaluation, min(settings.held_out, len(evaluation)))
+    ready.held_out = [prompt_of(example) for example in drawn]
+    return ready
+
+
+def prepare_domain(
+    ready: Prepared, source: str, table: Examples, settings: TrainingSettings, announce: Announce
+) -> Prepared:
+    """The models of `ready` with the examples of one source, of which some are held out.
+
+    Raises:
+        ValueError: for data of which nothing can be held out.
+    """
+    examples = _mixed([table], [None], settings, announce)
+    if not min(settings.held_out, len(examples) // 10):
         raise ValueError(
-            f"{', '.join(map(str, sources))} has {len(usable_ones)} usable sequences, and none is held out to see what accepts "
-            "more: give ten or more, and a held_out above 0."
+            f"{source} has {len(examples)} usable sequences, and none is held out to see what accepts more: give ten or more, "
+            "and a held_out above 0."
         )
-    if settings.held_out > len(usable_ones):
-        raise ValueError(f"held_out={settings.held_out}: the {found} give at most {len(usable_ones) // 10}.")
-    examples, held_out = hold_out(usable_ones, settings.held_out, settings.seed)
-    if len(held_out) < settings.held_out and announce is not None:
-        left = "true acceptance is not measured, and the last weights are kept"
-        announce(f"The {found} {f'{len(held_out)} are, not {settings.held_out}' if held_out else left}.")
-    return Prepared(model, tokenizer, drafter, examples, held_out, begun_weights)
+    domain = replace(ready, examples=examples)
+    take_prompts(domain, settings, announce)
+    return domain
 
 
-def _has_rejected(part: Sequence[Example]) -> bool:
-    """Whether a source is a trace; the table of one knows it."""
-    return part.has_rejected if isinstance(part, StoredExamples) else any(example.rejected for example in part)
+def load(
+    target: Source, sources: Sequence[str], settings: TrainingSettings, announce: Announce
+) -> tuple[Prepared, list[Examples]]:
+    """The models, without data, and the usable examples of each source and, last, of `settings.eval_data`.
+
+    The small things are loaded first, so that wrong data is refused before the target is loaded.
+    """
+    _check_device_map(settings.device_map)
+    with _named_target(target):
+        tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=settings.trust_remote_code)
+        config = AutoConfig.from_pretrained(target, trust_remote_code=settings.trust_remote_code)
+    start = _starting_drafter(settings)
+    init_weights = None if start is None else model_fingerprint(start)
+    positions = max_positions(cast("Any", SimpleNamespace(config=config)))
+    wanted = _wanted(settings, start)
+    bounds = [(source, wanted) for source in sources]
+    if settings.eval_data is not None:  # read whole, unless it has no end
+        bounds.append((settings.eval_data, wanted if settings.streaming else None))
+    tables = [
+        _read(
+            source,
+            tokenizer,
+            settings,
+            positions,
+            bound,
+            announce,
+        )
+        for source, bound in bounds
+    ]
+    model = _load_target(target, settings)
+    vocab_size = text_config(model).vocab_size
+    check_tokenizer(tokenizer, vocab_size)
+    with torch.random.fork_rng():
+        torch.manual_seed(settings.seed)
+        drafter = make_drafter(model, tokenizer, settings, start)
+    check_pair(model, drafter)
+    ends = {tokenizer.eos_token_id} - {None}
+    check_mask_token(
+        drafter.config.mask_token_id or 0,
+        vocab_size,
+        tokenizer.pad_token_id,
+        ends,
+    )
+    ready = Prepared(model, tokenizer, drafter, [], [], init_weights)
+    for place, (source, _) in enumerate(bounds):
+        tables[place] = _usable(
+            source,
+            tables[place],
+            target,
+            ready,
+            settings,
+            announce,
+        )
+    return ready, tables
 
 
-def _drafter_to_begin_with(settings: TrainingSettings) -> DFlashDraftModel | None:
+def _read(
+    source: str,
+    tokenizer: Any,
+    settings: TrainingSettings,
+    positions: int | None,
+    wanted: Wanted | None,
+    announce: Announce,
+) -> Examples:
+    """The encoded examples of a source, cut to the longest sequence that the settings and the target take."""
+    longest = settings.max_length
+    if settings.longest is not None:
+        longest = settings.longest + 1  # so that a sequence that is too long is recognised
+    limits = [limit for limit in (longest, positions) if limit is not None]
+    examples = cached_examples(
+        source,
+        tokenizer,
+        split=settings.split,
+        max_length=min(limits, default=None),
+        streaming=settings.streaming,
+        wanted=wanted,
+        announce=announce,
+        enable_thinking=settings.thinking,
+    )
+    if wanted is not None:
+        count = sum(map(wanted.takes, examples))
+        if count < wanted.samples:
+            announce(f"{source} has {count:,} usable rows, not {wanted.samples:,}.")
+    return examples
+
+
+def _usable(
+    source: str,
+    examples: Examples,
+    target: Source,
+    ready: Prepared,
+    settings: TrainingSettings,
+    announce: Announce,
+) -> Examples:
+    """The examples of a source that can be trained on; ValueError with its name for a row of another target."""
+    try:
+        if has_rejected(examples):
+            rows = islice(read_rows(source, settings.split, settings.streaming), len(examples))
+            check_trace(rows, target, ready.tokenizer, ready.target)
+        return usable(examples, ready.drafter, ready.target, announce)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def _mixed(
+    tables: Sequence[Examples], weights: Sequence[float | None], settings: TrainingSettings, announce: Announce
+) -> Examples:
+    examples, left_out = mixed(tables, weights, settings)
+    if left_out:
+        announce(f"Left out: {in_words(left_out)}.")
+    return examples
+
+
+def _starting_drafter(settings: TrainingSettings) -> DFlashDraftModel | None:
     """The drafter of `init`; `None` for a new one."""
     if settings.init is not None:
         with without_load_report():
             return DFlashDraftModel.from_pretrained(settings.init, dtype=torch.float32)
+    remedy = "give init (--init), or leave it out"
     if settings.lora_rank is not None:
-        raise ValueError(
-            f"lora_rank={settings.lora_rank} changes a trained drafter: give init (--init), or leave it out."
-        )
+        raise ValueError(f"lora_rank={settings.lora_rank} changes a trained drafter: {remedy}.")
     if settings.freeze_init:
-        raise ValueError("freeze_init keeps the weights of a trained drafter: give init (--init), or leave it out.")
+        raise ValueError(f"freeze_init keeps the weights of a trained drafter: {remedy}.")
     return None
 
 
-def _wanted(settings: TrainingSettings, begun: DFlashDraftModel | None) -> Wanted | None:
+def _wanted(settings: TrainingSettings, start: DFlashDraftModel | None) -> Wanted | None:
     """The examples that are taken from each source; `None` for all."""
     if settings.samples is None:
         return None
-    block_size = settings.block_size or (BLOCK_SIZE if begun is None else begun.config.block_size)
-    longest = settings.max_length if settings.drop_long else None
-    return Wanted(settings.samples, max(block_size, settings.min_length or 0), longest)
+    block_size = settings.block_size or (BLOCK_SIZE if start is None else start.config.block_size)
+    return Wanted(settings.samples, max(block_size, settings.min_length or 0), settings.longest)
 
 
-def _load_models(
-    target: str | os.PathLike[str], tokenizer: Any, settings: TrainingSettings, begun: DFlashDraftModel | None
-) -> tuple[PreTrainedModel, DFlashDraftModel]:
-    """The target, and `begun` or a new drafter, checked against each other."""
+def _load_target(target: Source, settings: TrainingSettings) -> PreTrainedModel:
+    is_default = settings.target_dtype == "auto" and settings.mixed_precision != "bf16"
+    dtype = "float32" if is_default and not computes_in_bf16() else settings.target_dtype
     with _named_target(target):
-        is_free = settings.target_dtype == "auto" and settings.mixed_precision != "bf16"
-        dtype = "float32" if is_free and not computes_in_bf16() else settings.target_dtype
-        place: dict[str, Any] = {"dtype": dtype, "device_map": settings.device_map}
         refuse_own_generate(os.fspath(target), settings.trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=settings.trust_remote_code, **place)
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    check_tokenizer(tokenizer, vocab_size)
-    with torch.random.fork_rng():
-        torch.manual_seed(settings.seed)
-        drafter = make_drafter(model, tokenizer, settings, begun)
-    check_pair(model, drafter)
-    ends = {tokenizer.eos_token_id} - {None}
-    check_mask_token(drafter.config.mask_token_id or 0, vocab_size, tokenizer.pad_token_id, ends)
-    return model, drafter
+        return AutoModelForCausalLM.from_pretrained(
+            target, dtype=dtype, device_map=settings.device_map, trust_remote_code=settings.trust_remote_code
+        )
+
+
+def take_prompts(ready: Prepared, settings: TrainingSettings, announce: Announce) -> None:
+    """Takes the held-out prompts out of the examples; `announce` is told if they are fewer than asked for."""
+    count, wanted = len(ready.examples), settings.held_out
+    most = count // 10
+    subject = f"data has {count} usable sequences, of which a tenth may be held out:"
+    if wanted > count:
+        raise ValueError(f"held_out={wanted}: the {subject} give at most {most}.")
+    ready.examples, ready.held_out = hold_out(ready.examples, wanted, settings.seed)
+    if most >= wanted:
+        return
+    result = f"{most} are, not {wanted}" if most else "true acceptance is not measured, and the last weights are kept"
+    announce(f"The {subject} {result}.")
 
 
 def _check_device_map(device_map: str | None) -> None:
     """Raises ValueError for a name that is neither a way of spreading a model nor a device of this machine."""
-    if device_map in (None, "auto", "balanced", "balanced_low_0", "sequential"):
+    if device_map is None or device_map in WAYS_TO_SPREAD:
         return
-    try:
-        torch.empty(0, device=device_map)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        said = first_line(error)
-        raise ValueError(f"device_map={device_map!r} cannot be used ({said}): give auto, cpu or cuda:0.") from error
+    fault = device_fault(device_map)
+    if fault is not None:
+        raise ValueError(f"device_map={device_map!r} cannot be used ({fault}): give auto, cpu or cuda:0.")
 
 
 @contextmanager
-def _named_target(target: str | os.PathLike[str]) -> Iterator[None]:
-    """Names the target in what is wrong with it. A name that no Hub id can have is a ValueError of transformers."""
+def _named_target(target: Source) -> Iterator[None]:
+    """Raises an error of the body, in which the target is loaded, as a ValueError that names the target."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # transformers says in a ValueError that a name can be no Hub id
         sentence = as_sentence(error)
         if sentence is None:
             raise
@@ -213,10 +298,8 @@ def _named_target(target: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-def answers_of(
-    data: str | os.PathLike[str], target: PreTrainedModel, announce: Callable[[str], None] | None = None
-) -> dict[str, Any] | None:
-    """The manifest of `dflash regenerate` beside one source of the data; `None` for data that it did not write.
+def answers_of(data: Source, target: PreTrainedModel, announce: Announce = say_nothing) -> Facts | None:
+    """The manifest of `dflash regenerate` beside a source of the data; `None` for other data.
 
     `announce` is told if answers are missing, or if another target wrote them.
     """
@@ -224,46 +307,63 @@ def answers_of(
     if not path.is_file() or not manifest_path(path).is_file():
         return None
     manifest = read_manifest(path)
-    weights = manifest["settings"].get("weights")
-    if announce is not None and not manifest.get("complete"):
+    if not manifest.get("complete"):
         announce(f"{path.name} is unfinished: dflash regenerate --resume writes the rest of it.")
-    if announce is not None and weights not in (None, model_fingerprint(target)):
+    weights = manifest["settings"].get("weights")
+    if weights not in (None, model_fingerprint(target)):
         announce(
             f"{path.name} holds the answers of another target ({manifest.get('target')}, weights {weights}): a drafter "
             "learns more from the answers of its own."
         )
-    return {name: value for name, value in manifest.items() if name != "complete"}
+    manifest.pop("complete", None)
+    return manifest
 
 
 def make_drafter(
-    target: PreTrainedModel, tokenizer: Any, settings: TrainingSettings, begun: DFlashDraftModel | None = None
+    target: PreTrainedModel, tokenizer: Any, settings: TrainingSettings, start: DFlashDraftModel | None = None
 ) -> DFlashDraftModel:
-    """A new drafter of the shape that the settings ask for, or `begun`, the one of `init`, with what they change; in fp32."""
-    config = target.config.get_text_config(decoder=True)
-    given: dict[str, Any] = {name: value for name, value in vars(settings).items() if value is not None}
-    asked = {name: value for name, value in given.items() if name in NEW_DRAFTER_FIELDS}
-    if "gru_hidden_dim" in asked:
-        asked.setdefault("pure_draft_prefix_len", 1)
-    changeable = {name: value for name, value in given.items() if name in CHANGEABLE}
-    if begun is None:
-        layers = config.num_hidden_layers
-        if settings.num_taps is not None and settings.num_taps > layers - 1:
-            raise ValueError(
-                f"num_taps={settings.num_taps}: the target has {layers} layers, all but the last of which can be read: give at "
-                f"most {layers - 1}."
-            )
-        if settings.mask_token_id is None:
-            changeable["mask_token_id"] = find_mask_token(tokenizer, config.vocab_size)
-        changeable |= {"sliding_window": settings.sliding_window, "from_target": settings.begins_at_target}
-        return new_drafter(target, **asked, **changeable)
-    config = copy.deepcopy(begun.config)
-    added = {name: asked.pop(name) for name in ADDABLE if name in asked and not getattr(config, name)}
-    if asked:
+    """A new drafter of the shape in the settings, or `start`, the drafter of `init`, with their changes; in fp32."""
+    shape = settings.chosen(SHAPE)
+    changes = settings.chosen(CHANGEABLE)
+    if "gru_hidden_dim" in shape:
+        shape.setdefault("pure_draft_prefix_len", 1)
+    if start is not None:
+        return _changed_drafter(target, settings, start, shape, changes)
+    config = text_config(target)
+    last = config.num_hidden_layers - 1
+    if settings.num_taps is not None and settings.num_taps > last:
         raise ValueError(
-            f"init={settings.init!r} has weights of its own shape: leave out {', '.join(asked)}, or leave out init to begin "
+            f"num_taps={settings.num_taps}: the target has {last + 1} layers, all but the last of which can be read: give at "
+            f"most {last}."
+        )
+    if settings.mask_token_id is None:
+        changes["mask_token_id"] = find_mask_token(tokenizer, config.vocab_size)
+    return new_drafter(
+        target,
+        sliding_window=settings.sliding_window,
+        from_target=settings.begins_at_target,
+        **shape,
+        **changes,
+    )
+
+
+def _changed_drafter(
+    target: PreTrainedModel,
+    settings: TrainingSettings,
+    start: DFlashDraftModel,
+    shape: Facts,
+    changes: Facts,
+) -> DFlashDraftModel:
+    """`start` with the `changes` and with the parts in `shape` that it does not have; ValueError for any other shape."""
+    config = copy.deepcopy(start.config)
+    missing = [name for name in ADDABLE if not getattr(config, name)]
+    added = {name: shape.pop(name) for name in missing if name in shape}
+    if shape:
+        raise ValueError(
+            f"init={settings.init!r} has weights of its own shape: leave out {', '.join(shape)}, or leave out init to begin "
             "with a new drafter."
         )
-    weights = begun.state_dict()
+    weights = start.state_dict()
     parts = {name for name in weights if any(part in name for part in PART_NAMES)}
     if settings.freeze_init and not added and not parts:
         raise ValueError(
@@ -271,51 +371,51 @@ def make_drafter(
             "trained: give gru_hidden_dim and emb_dim, selector_rank and selector_top_k, or conv_kernel_size and "
             "conv_group_size, or leave it out."
         )
-    kept = set(weights) if added else set(weights) - parts
     if added and settings.lora_rank is not None:
         raise ValueError(
             f"lora_rank={settings.lora_rank} changes matrices that are there and would leave what {', '.join(added)} adds "
             "untrained: leave it out."
         )
-    if settings.sliding_window is not None:
-        changeable |= window_fields(config.num_hidden_layers, settings.sliding_window)
-    if not changeable and not added:
-        return _frozen(begun, kept) if settings.freeze_init else begun
     if "conv_kernel_size" in added and config.input_embedding_scale is None:
         if hasattr(target.get_input_embeddings(), "embed_scale"):
             raise ValueError(
                 f"conv_kernel_size={added['conv_kernel_size']}: convolutions read the target's embeddings as they are, and "
                 f"init={settings.init!r} reads them scaled: leave it out."
             )
-        config.input_embedding_scale = 1.0
+        changes["input_embedding_scale"] = 1.0
     if "gru_hidden_dim" in added:
-        added |= {"projector_type": "domino", "shift_label": config.sample_from_anchor}
-    for name, value in (changeable | added).items():
-        setattr(config, name, value)
-    config.dflash_config = {}  # the older copy of the same fields
-    reshaped = DFlashDraftModel(config)
-    if "emb_dim" in added:
-        begin_domino(reshaped, target)
-    reshaped.load_state_dict(reshaped.state_dict() | weights)
-    return _frozen(reshaped, kept) if settings.freeze_init else reshaped
-
-
-def _frozen(drafter: DFlashDraftModel, kept: set[str]) -> DFlashDraftModel:
-    """`drafter`, whose weights of the names `kept` are not trained."""
-    for name, parameter in drafter.named_parameters():
-        parameter.requires_grad_(name not in kept)
+        changes |= {"projector_type": "domino", "shift_label": config.sample_from_anchor}
+    if settings.sliding_window is not None:
+        changes |= window_fields(config.num_hidden_layers, settings.sliding_window)
+    drafter = start
+    if changes or added:
+        for name, value in (changes | added).items():
+            setattr(config, name, value)
+        config.dflash_config = {}  # the older copy of the same fields
+        drafter = DFlashDraftModel(config)
+        if "emb_dim" in added:
+            begin_domino(drafter, target)
+        drafter.load_state_dict(drafter.state_dict() | weights)
+    if settings.freeze_init:
+        frozen = weights.keys() if added else weights.keys() - parts
+        for name, parameter in drafter.named_parameters():
+            parameter.requires_grad_(name not in frozen)
     return drafter
 
 
-def hold_out(examples: Sequence[Example], count: int, seed: int) -> tuple[Sequence[Example], list[list[int]]]:
-    """The examples to train on, and the prompts of `count` others, but of no more than a tenth of all."""
-    count = min(count, len(examples) // 10)
-    drawn = set(random.Random(f"held-out-{seed}").sample(range(len(examples)), count))
-    kept = chosen(examples, (index for index in range(len(examples)) if index not in drawn))
-    return kept, [prompt_of(examples[index]) for index in sorted(drawn)]
+def hold_out(examples: Examples, count: int, seed: int) -> tuple[Examples, list[list[int]]]:
+    """The examples to train on, and the prompts of `count` other examples, which are at most a tenth of all."""
+    total = len(examples)
+    generator = random.Random(f"held-out-{seed}")
+    drawn = sorted(generator.sample(range(total), min(count, total // 10)))
+    kept = sorted(set(range(total)) - set(drawn))
+    prompts = [prompt_of(examples[place]) for place in drawn]
+    return selected(examples, kept), prompts
 
 
 def prompt_of(example: Example) -> list[int]:
     """The prompt of an example: all before its first supervised token, or the beginning of a text."""
-    begin = example.mask_array.index(1) if 1 in example.mask_array else len(example)
-    return example.input_ids[: max(begin, min(SHORTEST_PROMPT, len(example) // 2), 1)]
+    length = len(example)
+    first = example.mask_array.index(1) if 1 in example.mask_array else length
+    shortest = min(SHORTEST_PROMPT, length // 2)
+    return example.input_ids[: max(first, shortest, 1)]

@@ -1,7 +1,7 @@
 """The losses of a drafter, their weights, and what is counted beside them. It knows tensors, no model and no data.
 
 Dimensions: M rows, D hidden size, V vocabulary, G blocks, P positions of a block that propose, K candidates.
-Figures travel as sum and count, so that batches, processes and steps add up to the same figure however they were cut.
+Figures are kept as sum and count, so that they do not depend on how data was cut into batches, processes and steps.
 """
 
 from collections.abc import Callable
@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from .settings import Facts
 
 
 # Logits of a chunk: 256 MiB in fp32.
@@ -20,16 +23,16 @@ CHUNK_LOGITS = 2**26
 # The paper's decay for its block sizes.
 PAPER_GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
 
-# ce: -log q(token of the data), the paper's. forward_kl: KL(p || q) of the target's distribution p and the drafter's q (JetSpec).
+# ce, as in the paper: -log q(token of the data). forward_kl, as in JetSpec: KL(p || q) of the target's p and the drafter's q.
 LOSSES = ("ce", "forward_kl")
 
-Head = Callable[[torch.Tensor], torch.Tensor]
-# From how sure the drafter is of each label [G, P] and the rows that are learned [G, P] to the rows' weights [G, P].
-PositionWeights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Head = Callable[[Tensor], Tensor]
+# From the drafter's probability of each label [G, P] and whether it is learned [G, P] to its weight [G, P].
+PositionWeights = Callable[[Tensor, Tensor], Tensor]
 
 
 def reads_target(loss: str) -> bool:
-    """Whether the loss needs the target's logits; ValueError for a name that is none of `LOSSES`."""
+    """Whether the loss needs the target's logits; ValueError for a name that is not in `LOSSES`."""
     if loss not in LOSSES:
         raise ValueError(f"loss={loss!r} is unknown: choose one of {', '.join(LOSSES)}.")
     return loss != "ce"
@@ -43,8 +46,9 @@ def default_gamma(block_size: int) -> float:
 def decay_weights(gamma: float) -> PositionWeights:
     """exp(-(k - 1) / gamma) for the k-th proposal, as in the paper: a wrong early token wastes all later ones."""
 
-    def weights(confidences: torch.Tensor, is_learned: torch.Tensor) -> torch.Tensor:
-        return torch.exp(-torch.arange(is_learned.shape[1], device=is_learned.device) / gamma) * is_learned
+    def weights(confidences: Tensor, is_learned: Tensor) -> Tensor:
+        places = torch.arange(is_learned.shape[1], device=is_learned.device)
+        return torch.exp(-places / gamma) * is_learned
 
     return weights
 
@@ -57,43 +61,51 @@ def dpace_weights(alpha: float) -> PositionWeights:
     from k on. No gradient flows through the weights.
     """
 
-    def weights(confidences: torch.Tensor, is_learned: torch.Tensor) -> torch.Tensor:
+    def weights(confidences: Tensor, is_learned: Tensor) -> Tensor:
         # A position that is not learned ends its block: nothing from there on can be accepted.
-        accepted = (((1.0 - alpha) * confidences.detach() + alpha) * is_learned).cumprod(dim=1)
+        chances = (1.0 - alpha) * confidences.detach() + alpha
+        accepted = (chances * is_learned).cumprod(dim=1)
         return accepted.flip(1).cumsum(dim=1).flip(1)
 
     return weights
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """The target, for losses that read its logits."""
+
+    states: Tensor  # [M, D of the target], its last hidden states at the columns before the labels
+    logits: Head  # from states to logits [m, V]
+
+
+@dataclass(frozen=True)
 class Candidates:
     """Each row's most probable tokens, without gradient."""
 
-    logits: torch.Tensor  # [M, K]
-    token_ids: torch.Tensor  # [M, K]
+    logits: Tensor  # [M, K]
+    token_ids: Tensor  # [M, K]
 
 
 @dataclass(frozen=True)
 class RowLosses:
     """Weighted loss of some rows as a sum, its weight, and which rows were right."""
 
-    loss_sum: torch.Tensor  # scalar with gradient
-    weight_sum: torch.Tensor  # scalar
-    is_correct: torch.Tensor  # bool [M], whether the row's argmax is its label
-    weights: torch.Tensor  # [M]
+    loss_sum: Tensor  # scalar with gradient
+    weight_sum: Tensor  # scalar
+    is_correct: Tensor  # bool [M], whether the row's argmax is its label
+    weights: Tensor  # [M]
     candidates: Candidates | None = None  # where they were asked for
 
 
 def chunked_loss(
-    hidden_states: torch.Tensor,  # [M, D]
-    labels: torch.Tensor,  # [M]
-    weights: torch.Tensor | Callable[[torch.Tensor], torch.Tensor],  # [M]; a function of the log-probabilities [M]
+    hidden_states: Tensor,  # [M, D]
+    labels: Tensor,  # [M]
+    weights: Tensor | Callable[[Tensor], Tensor],  # [M]; a function of the log-probabilities [M]
     head: Head,
     chunk_rows: int | None = None,
     *,
     loss: str = "ce",
-    teacher_states: torch.Tensor | None = None,  # [M, D of the target]
-    teacher_head: Head | None = None,
+    teacher: Teacher | None = None,
     num_candidates: int = 0,
 ) -> RowLosses:
     """Weighted loss of `head(hidden_states)`, of whose logits at most `chunk_rows` rows exist at a time.
@@ -108,17 +120,16 @@ def chunked_loss(
         head: From [m, D] to logits [m, V]. It is frozen: the gradient goes to `hidden_states` alone.
         chunk_rows: Rows at a time. Default: as many as have `CHUNK_LOGITS` logits, so that memory does not grow with V.
         loss: One of `LOSSES`.
-        teacher_states: The target's last hidden states at the columns before the labels, for losses that read them.
-        teacher_head: From them to the target's logits [m, V].
+        teacher: The target, for losses that read it.
         num_candidates: K of the `Candidates` to give back; 0 gives none.
 
     Raises:
         ValueError: for an unknown loss, one that lacks the target's states, or a head with trainable weights.
     """
     if not reads_target(loss):
-        teacher_states = None
-    elif teacher_states is None or teacher_head is None:
-        raise ValueError(f"loss={loss!r} reads the target's logits: pass teacher_states and teacher_head.")
+        teacher = None
+    elif teacher is None:
+        raise ValueError(f"loss={loss!r} reads the target's logits: pass teacher.")
     with torch.enable_grad():
         no_logits = head(hidden_states[:0].detach())
     if no_logits.requires_grad:
@@ -127,23 +138,33 @@ def chunked_loss(
             "(target.requires_grad_(False))."
         )
 
-    def compute(rows: slice, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def compute(rows: slice, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The losses [m], logits [m, V] and labels [m] of some rows, where the head is."""
         logits = _wide(head(states))
         wanted = labels[rows].to(logits.device)
-        if teacher_states is None or teacher_head is None:
+        if teacher is None:
             return functional.cross_entropy(logits, wanted, reduction="none"), logits, wanted
         with torch.no_grad():
-            theirs = _wide(teacher_head(teacher_states[rows])).to(logits.device).log_softmax(-1)
-        divergence = functional.kl_div(logits.log_softmax(-1), theirs, reduction="none", log_target=True)
+            teacher_logits = _wide(teacher.logits(teacher.states[rows]))
+            log_p = teacher_logits.to(logits.device).log_softmax(-1)
+        log_q = logits.log_softmax(-1)
+        divergence = functional.kl_div(log_q, log_p, reduction="none", log_target=True)
         return divergence.sum(-1), logits, wanted
 
+    if chunk_rows is None:
+        chunk_rows = rows_of_chunk(no_logits.shape[-1])
     losses, log_probs, is_correct, *candidates = _ChunkedRows.apply(
-        hidden_states, compute, chunk_rows or rows_of_chunk(no_logits.shape[-1]), loss == "ce", num_candidates
+        hidden_states, compute, chunk_rows, loss == "ce", num_candidates
     )
-    chosen = weights(log_probs) if callable(weights) else weights
-    found = Candidates(*candidates) if num_candidates else None
-    return RowLosses((losses * chosen).sum(), chosen.sum(), is_correct, chosen, found)
+    if callable(weights):
+        weights = weights(log_probs)
+    return RowLosses(
+        loss_sum=(losses * weights).sum(),
+        weight_sum=weights.sum(),
+        is_correct=is_correct,
+        weights=weights,
+        candidates=Candidates(*candidates) if num_candidates else None,
+    )
 
 
 class _ChunkedRows(torch.autograd.Function):
@@ -151,24 +172,30 @@ class _ChunkedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_states: torch.Tensor, compute: Any, chunk_rows: int, is_ce: bool, num_candidates: int
-    ) -> tuple[torch.Tensor, ...]:
+        ctx: Any, hidden_states: Tensor, compute: Any, chunk_rows: int, is_ce: bool, num_candidates: int
+    ) -> tuple[Tensor, ...]:
         wants_gradient = ctx.needs_input_grad[0]
-        gradients = torch.empty_like(hidden_states) if wants_gradient else hidden_states.new_zeros(0)
+        gradients = torch.empty_like(hidden_states if wants_gradient else hidden_states[:0])
 
-        def run(begin: int) -> tuple[torch.Tensor, ...]:  # a function, so that a chunk's logits die with it
+        def run(begin: int) -> tuple[Tensor, ...]:  # a function, so that a chunk's logits die with it
             rows = slice(begin, begin + chunk_rows)
             with torch.set_grad_enabled(wants_gradient):
                 states = hidden_states[rows].detach().requires_grad_(wants_gradient)
                 losses, logits, wanted = compute(rows, states)
                 if wants_gradient:
-                    gradients[rows] = torch.autograd.grad(losses.sum(), states)[0]
-            losses, logits = losses.detach(), logits.detach()
-            log_probs = -losses if is_ce else -functional.cross_entropy(logits, wanted, reduction="none")
-            found = losses, log_probs, logits.argmax(dim=-1) == wanted, *logits.topk(num_candidates, dim=-1)
-            return tuple(part.to(hidden_states.device) for part in found)
+                    (gradients[rows],) = torch.autograd.grad(losses.sum(), states)
+            losses = losses.detach()
+            logits = logits.detach()
+            cross_entropy = losses
+            if not is_ce:
+                cross_entropy = functional.cross_entropy(logits, wanted, reduction="none")
+            is_correct = logits.argmax(dim=-1) == wanted
+            candidates = logits.topk(num_candidates, dim=-1)
+            results = (losses, -cross_entropy, is_correct, *candidates)
+            return tuple(result.to(hidden_states.device) for result in results)
 
-        parts = [run(begin) for begin in range(0, len(hidden_states), chunk_rows)] or [run(0)]
+        num_rows = max(1, len(hidden_states))  # of no rows, the chunk is empty
+        parts = [run(begin) for begin in range(0, num_rows, chunk_rows)]
         results = tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
         ctx.save_for_backward(gradients)
         ctx.mark_non_differentiable(*results[1:])
@@ -176,44 +203,62 @@ class _ChunkedRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (gradients,) = ctx.saved_tensors
-        return gradients * upstream[0][:, None].to(gradients.dtype), *[None] * 4
+        scales = upstream[0][:, None].to(gradients.dtype)
+        return gradients * scales, None, None, None, None
 
 
-def _wide(logits: torch.Tensor) -> torch.Tensor:
-    """In fp32 at least, before argmax too, which is slow in bf16."""
+def _wide(logits: Tensor) -> Tensor:
+    """Values in fp32 at least. Argmax needs it too: it is slow in bf16."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def head_loss(
     head: Any,  # heads_dflash.CausalHead
-    hidden_states: torch.Tensor,  # [M, D]
-    states: torch.Tensor,  # [M, H] of the head, after the true tokens before the label
-    positions: torch.Tensor,  # [M] of the labels in their blocks
+    hidden_states: Tensor,  # [M, D]
+    states: Tensor,  # [M, H] of the head, after the true tokens before the label
+    positions: Tensor,  # [M] of the labels in their blocks
     candidates: Candidates,
-    labels: torch.Tensor,  # [M]
-    weights: torch.Tensor,  # [M]
-) -> torch.Tensor:
+    labels: Tensor,  # [M]
+    weights: Tensor,  # [M]
+) -> Tensor:
     """The weighted cross entropy, summed, of a causal head's choice among each row's candidates after the true tokens.
 
     A row counts nothing if its label is not among its candidates. The loss trains the head alone: the rest of the drafter
     learns what it would without one.
     """
 
-    def chunk(*parts: torch.Tensor) -> torch.Tensor:
+    def chunk(*parts: Tensor) -> Tensor:
         hidden, state, position, logits, token_ids, wanted, weight = parts
         features = head.features(hidden)
-        scores = _wide(head.scores(position[:, None], features, logits.to(hidden.dtype), token_ids, state))
+        scores = head.scores(
+            position[:, None],
+            features,
+            logits.to(hidden.dtype),
+            token_ids,
+            state,
+        )
         hits = token_ids == wanted[:, None]  # [m, K]
-        losses = functional.cross_entropy(scores, hits.int().argmax(dim=1), reduction="none")
+        choices = hits.int().argmax(dim=1)
+        losses = functional.cross_entropy(_wide(scores), choices, reduction="none")
         return (losses * weight * hits.any(dim=1)).sum()
 
-    columns = hidden_states.detach(), states, positions, candidates.logits, candidates.token_ids, labels, weights
+    columns = (
+        hidden_states.detach(),
+        states,
+        positions,
+        candidates.logits,
+        candidates.token_ids,
+        labels,
+        weights,
+    )
     total = hidden_states.new_zeros((), dtype=torch.float32)
-    rank, num_candidates = head.rows.shape[1], candidates.token_ids.shape[1]
+    rank = head.rows.shape[1]
+    num_candidates = candidates.token_ids.shape[1]
     chunk_rows = max(1, CHUNK_LOGITS // (rank * num_candidates))
-    for parts in zip(*(column.split(chunk_rows) for column in columns), strict=True):
+    chunks = [column.split(chunk_rows) for column in columns]
+    for parts in zip(*chunks, strict=True):
         # [m, K, rank] is not kept for the backward pass.
         total = total + checkpoint(chunk, *parts, use_reentrant=False)
     return total
@@ -228,37 +273,46 @@ def rows_of_chunk(vocab_size: int) -> int:
 class DraftCounts:
     """Teacher-forced counts of drafted blocks; `a + b` joins those of two batches."""
 
-    loss_sum: torch.Tensor  # weighted loss
-    weight_sum: torch.Tensor
-    correct: torch.Tensor  # [P], right tokens by proposal
-    rows: torch.Tensor  # [P], trained positions by proposal
-    accepted: torch.Tensor  # tokens right in an unbroken run from the first one, over all blocks
-    blocks: torch.Tensor  # blocks with a trained position
+    loss_sum: Tensor  # weighted loss
+    weight_sum: Tensor
+    correct: Tensor  # [P], right tokens by proposal
+    rows: Tensor  # [P], trained positions by proposal
+    accepted: Tensor  # tokens right in an unbroken run from the first one, over all blocks
+    blocks: Tensor  # blocks with a trained position
 
     def __add__(self, other: "DraftCounts") -> "DraftCounts":
-        return DraftCounts(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+        return DraftCounts(*map(torch.add, vars(self).values(), vars(other).values()))
 
-    def summary(self) -> dict[str, float | list[float]]:
-        """The means: loss, accuracy of each proposal, and accepted proposals per block."""
+    def each(self, change: Callable[[Tensor], Tensor]) -> "DraftCounts":
+        """The counts after `change`, each by itself."""
+        return DraftCounts(*map(change, vars(self).values()))
+
+    def summary(self) -> Facts:
+        """The means: loss, accuracy of each proposal, and accepted proposals per block, with the counts of the latter."""
+        loss = self.loss_sum / self.weight_sum.clamp(min=1e-9)
+        accuracy = self.correct / self.rows.clamp(min=1)
+        accepted_per_block = self.accepted / self.blocks.clamp(min=1)
         return {
-            "loss": (self.loss_sum / self.weight_sum.clamp(min=1e-9)).item(),
-            "accuracy": [round(value, 4) for value in (self.correct / self.rows.clamp(min=1)).tolist()],
-            "accepted_per_block": (self.accepted / self.blocks.clamp(min=1)).item(),
+            "loss": loss.item(),
+            "accuracy": [round(share, 4) for share in accuracy.tolist()],
+            "accepted_per_block": accepted_per_block.item(),
+            "accepted": int(self.accepted),
+            "blocks": int(self.blocks),
         }
 
 
 def count_drafts(
-    is_correct: torch.Tensor,  # bool [..., P]
-    is_learned: torch.Tensor,  # bool [..., P]
-    loss_sum: torch.Tensor,
-    weight_sum: torch.Tensor,
+    is_correct: Tensor,  # bool [..., P]
+    is_learned: Tensor,  # bool [..., P]
+    loss_sum: Tensor,
+    weight_sum: Tensor,
 ) -> DraftCounts:
     """The counts of some blocks. Runs are counted block by block.
 
     A product of mean accuracies would be far too low, because the proposals of a block depend on each other.
     """
-    learned = is_learned.reshape(-1, is_learned.shape[-1])
-    right = is_correct.reshape(-1, is_correct.shape[-1]) & learned
+    learned = is_learned.flatten(0, -2)
+    right = is_correct.flatten(0, -2) & learned
     return DraftCounts(
         loss_sum=loss_sum.detach(),
         weight_sum=weight_sum.detach(),

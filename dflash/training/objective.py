@@ -5,15 +5,17 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from .batches import Batch
 from .block_attention import BLOCKWISE
 from .frozen_target import FrozenTarget, TargetStates
-from .layout import lay_out_blocks
+from .layout import BlockLayout, lay_out_blocks
 from .lean_mlp import lean_mlps
 from .losses import (
     DraftCounts,
+    Teacher,
     chunked_loss,
     count_drafts,
     decay_weights,
@@ -25,7 +27,8 @@ from .losses import (
 from .settings import TrainingSettings
 
 
-# The number of positions that the head gets is a multiple of this: few shapes, because kernels are chosen (and on a CPU compiled) anew for each.
+# The number of positions that the head gets is a multiple of this, so that there are few shapes: each new shape has its kernels
+# chosen, and on a CPU compiled.
 ROW_STEP = 256
 
 
@@ -34,7 +37,7 @@ class DrafterLoss:
 
     Args:
         pair: The target, frozen, and its drafter.
-        settings: The recipe; what it says of the loss is read. Default: short.
+        settings: The recipe, of which the settings of the loss are read. Default: short.
         network: Computes the drafter's forward, such as a compiled one. Default: the drafter.
         states_of: Gives the target's states of a batch, such as those on disk. Default: the target's forward.
 
@@ -64,38 +67,30 @@ class DrafterLoss:
                 "start from one that speaks through its target's head."
             )
 
-    def __call__(self, batch: Batch) -> tuple[torch.Tensor, DraftCounts]:
+    def __call__(self, batch: Batch) -> tuple[Tensor, DraftCounts]:
         """The loss, summed over the batch's blocks, and its counts."""
         attention = self.attention(batch.input_ids.device)
-        layout = lay_out_blocks(
-            batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, self.drafter.config, attention
-        )
+        layout = lay_out_blocks(*batch, self.config, attention)
         states = self.states_of(batch, reads_target(self.settings.loss))
-        with torch.no_grad():
-            noise_embeds = self.pair.embed(layout.token_ids)
-        # A compiled network chooses itself what to keep.
-        with lean_mlps(self.drafter) if self.network is self.drafter else nullcontext():
-            hidden_states = self.network(
-                noise_embeds=noise_embeds,
-                context_hidden_states=states.features,
-                position_ids=layout.position_ids,
-                attention_mask=layout.attention_mask,
-                attn_implementation=attention,
-            ).last_hidden_state.flatten(0, 1)  # [B * R, D]
+        hidden_states = self._forward(layout, states.features, attention)  # [B * R, D]
 
-        block_size = self.config.block_size
-        first = block_size - self.config.num_proposals  # 1, unless the anchor's position proposes too
-        learned = _Learned(layout.is_learned.view(-1, block_size))
-        proposals = learned.is_learned[:, first:]  # [G, P]
+        first = self.config.block_size - self.config.num_proposals  # 1, unless the anchor's position proposes too
+        learned = _Learned(layout.is_learned.view(-1, self.config.block_size), first)
+        sequences = torch.arange(len(batch.input_ids), device=layout.previous.device)
         length = batch.input_ids.shape[1]
-        begins = torch.arange(len(batch.input_ids), device=layout.previous.device)[:, None] * length
-        labels, previous = learned.gather(layout.labels), learned.gather(layout.previous + begins)
+        previous = layout.previous + sequences[:, None] * length  # places in the flattened batch
+        labels = learned.gather(layout.labels)
 
-        def weigh(log_probs: torch.Tensor) -> torch.Tensor:  # [M] -> [M]
-            weights = self.weights(learned.scatter(log_probs.exp())[:, first:], proposals)
-            return learned.gather(functional.pad(weights, (first, 0))) * learned.is_real
+        def weigh(log_probs: Tensor) -> Tensor:  # [M] -> [M]
+            confidences = learned.scatter(log_probs.exp())
+            weights = self.weights(confidences, learned.proposals)
+            weights = functional.pad(weights, (first, 0))
+            return learned.gather(weights) * learned.is_real
 
-        teacher = states.last_hidden_state
+        teacher = None
+        if states.last_hidden_state is not None:
+            teacher_states = states.last_hidden_state.flatten(0, 1)
+            teacher = Teacher(teacher_states[learned.gather(previous)], self.pair.logits)
         causal_head = self.drafter.causal_head(self.pair.embed)
         learned_states = hidden_states.index_select(0, learned.index)
         losses = chunked_loss(
@@ -105,33 +100,54 @@ class DrafterLoss:
             lambda states: self.drafter.compute_logits(states, self.pair.head),
             self.settings.chunk_rows,
             loss=self.settings.loss,
-            teacher_states=None if teacher is None else teacher.flatten(0, 1)[previous],
-            teacher_head=self.pair.logits,
+            teacher=teacher,
             num_candidates=0 if causal_head is None else causal_head.top_k,
         )
         loss_sum = losses.loss_sum
         if losses.candidates is not None:
-            tokens = batch.input_ids.flatten()[layout.previous + begins].view(-1, block_size)[:, first:]  # [G, P]
-            head_states = functional.pad(_states_after(causal_head, tokens), (0, 0, first, 0)).flatten(0, 1)
+            tokens = batch.input_ids.flatten()[previous]
+            tokens = tokens.view(-1, self.config.block_size)  # [G, N]
+            after = _states_after(causal_head, tokens[:, first:])  # [G, P, H]
+            head_states = functional.pad(after, (0, 0, first, 0)).flatten(0, 1)
             loss_sum = loss_sum + self.settings.selector_weight * head_loss(
                 causal_head,
                 learned_states,
                 head_states.index_select(0, learned.index),
-                learned.index % block_size - first,
+                learned.index % self.config.block_size - first,
                 losses.candidates,
                 labels,
                 losses.weights,
             )
-        is_correct = learned.scatter(losses.is_correct)[:, first:]
-        return loss_sum, count_drafts(is_correct, proposals, loss_sum, losses.weight_sum)
+        is_correct = learned.scatter(losses.is_correct)
+        return loss_sum, count_drafts(
+            is_correct,
+            learned.proposals,
+            loss_sum,
+            losses.weight_sum,
+        )
+
+    def _forward(self, layout: BlockLayout, features: Tensor, attention: str) -> Tensor:
+        """The drafter's hidden states of all queries, [B * R, D]."""
+        with torch.no_grad():
+            noise_embeds = self.pair.embed(layout.token_ids)
+        # A compiled network chooses itself what to keep.
+        with lean_mlps(self.drafter) if self.network is self.drafter else nullcontext():
+            output = self.network(
+                noise_embeds=noise_embeds,
+                context_hidden_states=features,
+                position_ids=layout.position_ids,
+                attention_mask=layout.attention_mask,
+                attn_implementation=attention,
+            )
+        return output.last_hidden_state.flatten(0, 1)
 
     def attention(self, device: torch.device) -> str:
         """The attention that skips unseen keys on `device`; flex attention's kernels take no dropout and no narrow heads."""
-        has_kernels = device.type == "cuda" and not self.config.attention_dropout and self.config.head_dim >= 16
-        return "flex_attention" if has_kernels else BLOCKWISE
+        has_kernels = not self.config.attention_dropout and self.config.head_dim >= 16
+        return "flex_attention" if device.type == "cuda" and has_kernels else BLOCKWISE
 
 
-def _states_after(causal_head: Any, token_ids: torch.Tensor) -> torch.Tensor:
+def _states_after(causal_head: Any, token_ids: Tensor) -> Tensor:
     """The states [G, P, H] of a causal head after each of the blocks' tokens [G, P]."""
     state = causal_head.rows.new_zeros(len(token_ids), causal_head.state_size)
     states = []
@@ -144,18 +160,22 @@ def _states_after(causal_head: Any, token_ids: torch.Tensor) -> torch.Tensor:
 class _Learned:
     """The learned positions of all blocks [G, N] as one list of M, filled up to a multiple of `ROW_STEP` with any position."""
 
-    def __init__(self, is_learned: torch.Tensor) -> None:
-        self.is_learned = is_learned  # bool [G, N]
+    def __init__(self, is_learned: Tensor, first: int) -> None:  # bool [G, N], and the first position that proposes
+        self.shape, self.first = is_learned.shape, first
+        self.proposals = is_learned[:, first:]  # [G, P]
         index = is_learned.flatten().nonzero().flatten()
-        self.is_real = torch.arange(len(index) + -len(index) % ROW_STEP, device=index.device) < len(index)  # [M]
-        self.index = functional.pad(index, (0, len(self.is_real) - len(index)))  # [M], places in the flat grid
+        num_filled = -len(index) % ROW_STEP
+        is_real = torch.ones_like(index, dtype=torch.bool)
+        self.is_real = functional.pad(is_real, (0, num_filled))  # [M]
+        self.index = functional.pad(index, (0, num_filled))  # [M], places in the flat grid
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
+    def gather(self, values: Tensor) -> Tensor:
         """The learned positions' values [M], out of values of all positions in any shape."""
         return values.flatten()[self.index]
 
-    def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """Values [M] at their places in [G, N], and zero elsewhere."""
-        grid = values.new_zeros(self.is_learned.numel())
-        grid[self.index[self.is_real]] = values[self.is_real]
-        return grid.view_as(self.is_learned)
+    def scatter(self, values: Tensor) -> Tensor:
+        """Values [M] at their places among the proposals [G, P], and zero elsewhere."""
+        grid = values.new_zeros(self.shape)
+        real = self.index[self.is_real]
+        grid.view(-1)[real] = values[self.is_real]
+        return grid[:, self.first :]

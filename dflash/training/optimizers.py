@@ -1,55 +1,66 @@
-"""Which optimiser trains which weights, and the warm-up and cosine that all their rates follow."""
+"""The optimisers of a drafter's weights, and the warm-up and cosine that all their rates follow."""
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+
+
+# Ends of the names of matrices whose rows are looked up by token.
+TABLES = ("codebook", "embed_proj.2.weight")
 
 
 def build_optimizers(
     drafter: nn.Module, learning_rate: float, weight_decay: float, muon_learning_rate: float | None = None
-) -> list[torch.optim.Optimizer]:
-    """The optimisers of all weights: Muon for the matrices if it has a rate, and AdamW for the rest, with groups of their own.
+) -> list[Optimizer]:
+    """The optimisers of all weights: Muon for the matrices if it has a rate, and AdamW, in groups, for the rest.
 
     - Matrices: Muon, scaled so that its updates are as large as AdamW's, or AdamW at `learning_rate`.
-    - Codebooks and Domino's table, which are looked up by token: AdamW at the matrices' rate. Muon would mix the rows of unrelated tokens, and a
-      tenth of its rate learns less (vllm-project/speculators, 866 and 1066).
+    - Codebooks and Domino's table, which are looked up by token: AdamW at the matrices' rate. Muon would mix the rows of
+      unrelated tokens, and a tenth of its rate learns less (vllm-project/speculators, 866 and 1066).
     - Norms, biases and kernels: AdamW at `learning_rate`, without `weight_decay`.
     """
-    matrices: list[nn.Parameter] = []
-    codebooks: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    matrices, tables, vectors = [], [], []
     for name, parameter in drafter.named_parameters():
-        is_table = name.endswith(("codebook", "embed_proj.2.weight"))
-        kind = others if parameter.ndim != 2 else codebooks if is_table else matrices
-        if parameter.requires_grad:
-            kind.append(parameter)
-    decayed = codebooks if muon_learning_rate else matrices + codebooks
+        if not parameter.requires_grad:
+            continue
+        if parameter.ndim != 2:
+            vectors.append(parameter)
+        elif name.endswith(TABLES):
+            tables.append(parameter)
+        else:
+            matrices.append(parameter)
+    optimizers: list[Optimizer] = []
+    decayed = matrices + tables
+    if muon_learning_rate:
+        decayed = tables
+        muon = torch.optim.Muon(
+            matrices, lr=muon_learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        optimizers.append(muon)
     groups = [
         {"params": decayed, "lr": muon_learning_rate or learning_rate, "weight_decay": weight_decay},
-        {"params": others, "lr": learning_rate, "weight_decay": 0.0},
+        {"params": vectors, "lr": learning_rate, "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]  # of a change of low rank there are matrices alone
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, betas=(0.9, 0.95))] if groups else []
-    if muon_learning_rate:
-        how: dict[str, Any] = {"lr": muon_learning_rate, "weight_decay": weight_decay}
-        optimizers.insert(0, torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **how))
+    groups = [group for group in groups if group["params"]]  # a change of low rank has matrices alone
+    if groups:
+        optimizers.append(torch.optim.AdamW(groups, betas=(0.9, 0.95)))
     return optimizers
 
 
-def group_names(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
-    """What each group of `build_optimizers` trains, in their order: `muon_matrices`, `adamw_tables`, `adamw_norms`.
+def group_names(optimizers: Sequence[Optimizer]) -> list[str]:
+    """The weights that each group of `build_optimizers` trains, in order: `muon_matrices`, `adamw_tables`, `adamw_norms`.
 
-    They are not written into the groups, because a saved state holds these.
+    The groups do not hold the names, because a saved training state holds the groups.
     """
     names = []
     for optimizer in optimizers:
         method = type(optimizer).__name__.lower()
-        of_matrices = "tables" if method == "adamw" and len(optimizers) > 1 else "matrices"
-        is_matrix = (group["params"][0].ndim == 2 for group in optimizer.param_groups)
-        names += [f"{method}_{of_matrices if is_one else 'norms'}" for is_one in is_matrix]
+        matrices = "tables" if method == "adamw" and len(optimizers) > 1 else "matrices"
+        for group in optimizer.param_groups:
+            names.append(f"{method}_{matrices if group['params'][0].ndim == 2 else 'norms'}")
     return names
 
 

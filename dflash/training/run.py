@@ -1,11 +1,12 @@
-"""A run from its first step to its last: what is shown, measured and saved meanwhile, and how it goes on after a stop."""
+"""A run from its first step to its last. It shows, measures and saves, and goes on after a stop."""
 
+import math
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import accelerate
 from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
 
 from dflash.checkpoints import check_replaceable, read_licence
 from dflash.common.files import check_writable, followed, only_writer
 from dflash.common.fingerprints import model_fingerprint
+from dflash.common.messages import Announce, say_nothing
 from dflash.common.processes import PATIENCE
 from dflash.common.provenance import public_name
 from dflash.common.stopwatch import LINE_SECONDS, stopwatch
@@ -24,55 +27,91 @@ from dflash.drafter import DFlashDraftModel
 from dflash.model.targets_dflash import max_positions
 
 from .checkpointing import Checkpointer, TrainingRecord, describe_inputs
-from .data import Example, Source, parts_of
+from .data import parts_of
 from .data_checks import check_lengths, usable
 from .device import is_cpu_alone
-from .loading import answers_of, prepare
-from .settings import TrainingSettings
+from .examples import Examples, Prompts
+from .loading import Prepared, answers_of, prepare
+from .settings import Facts, TrainingSettings
 from .size_estimate import oversize
+from .sources import Source
 from .trainer import StepFigures, Trainer
 from .training_state import clear_leftovers, find_run, read_tensors, refuse_changes, state_folder
 from .uploading import Uploads, check_upload
 
 
-# Tau is called flat if the last `FLAT_POINTS` points are below `LEARNED_TAU` and differ by less than `FLAT_TAU`.
+logger = logging.get_logger(__name__)
+
+# Tau is flat if the last `FLAT_POINTS` points are below `LEARNED_TAU` and differ by less than `FLAT_TAU`.
 FLAT_POINTS, FLAT_TAU, LEARNED_TAU = 4, 0.02, 1.5
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a run measures, and which point is the best: that of the highest tau on the `held_out` prompts, or the last one."""
+    """What a run measures, and which point is the best: the highest tau on the `held_out` prompts, or without prompts the last."""
 
-    held_out: Sequence[Sequence[int]]
+    held_out: Prompts
 
-    def measure(self, trainer: Trainer) -> dict[str, Any]:
+    def measure(self, trainer: Trainer) -> Facts:
         """A point of the curve."""
         return trainer.measure(self.held_out)
 
-    def is_better(self, point: dict[str, Any], record: TrainingRecord) -> bool:
+    def is_better(self, point: Facts, record: TrainingRecord) -> bool:
         """Whether the weights at `point` are better than the best ones of `record`."""
         return not self.held_out or point["tau"] > record.best_tau
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A run's folder, and the facts of the unfinished run in it to go on from, or of a finished one."""
+    """The folder of a run, and the facts of an unfinished run in it to go on from, or of a finished one."""
 
     output: Path
-    saved: dict[str, Any] | None
-    finished: dict[str, Any] | None
+    saved: Facts | None
+    finished: Facts | None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is started and watched. They are keywords of [`train`], [`train_drafter`] and [`adapt`].
+
+    Attributes:
+        resume: Go on from the training state, or begin if there is none. A run that is complete is left as it is
+            (`record.was_complete`).
+        overwrite: Begin anew where another run wrote.
+        provenance: Facts to keep beside the checkpoint, such as where the data came from.
+        show_progress: Draw a progress bar.
+        on_point: Called with each new point of the curve.
+        announce: Told in a sentence what is about to take long or much room.
+        claim: On `output`, by a caller that holds its lock ([`claimed`]).
+        goal: Another measure of what is best than tau on the held-out prompts.
+    """
+
+    resume: bool = False
+    overwrite: bool = False
+    provenance: Facts = field(default_factory=dict)
+    show_progress: bool = True
+    on_point: Callable[[Facts], None] | None = None
+    announce: Announce = say_nothing
+    claim: Claim | None = None
+    goal: Goal | None = None
+
+    def claimed(self, output: Source, settings: TrainingSettings) -> AbstractContextManager[Claim]:
+        """The caller's claim, or a new one on `output` for the body of the `with`."""
+        if self.claim is not None:
+            return nullcontext(self.claim)
+        return claimed(output, settings, self.resume, self.overwrite)
+
+    def with_facts(self, **facts: Any) -> "RunOptions":
+        """These options with more `provenance`; facts of the caller are kept."""
+        return replace(self, provenance=facts | self.provenance)
 
 
 def train_drafter(
-    target: str | os.PathLike[str],
+    target: Source,
     data: Source | Sequence[Source],
-    output: str | os.PathLike[str],
+    output: Source,
     settings: TrainingSettings | None = None,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    provenance: dict[str, Any] | None = None,
-    **arguments: Any,
+    **options: Any,
 ) -> TrainingRecord:
     """Trains a drafter for `target` on `data`, as `dflash train` does.
 
@@ -82,47 +121,42 @@ def train_drafter(
             `["chats.jsonl:0.7", "org/name:0.3"]`.
         output: Folder of the checkpoint.
         settings: The recipe. Default: short.
-        resume: As in `train`.
-        overwrite: As in `train`.
-        provenance: As in `train`.
-        arguments: Others of `train`.
+        options: Fields of [`RunOptions`], such as `resume` and `overwrite`.
 
     Example:
         >>> record = train_drafter("Qwen/Qwen3-4B", "answers.jsonl", "Qwen3-4B-DFlash", TrainingSettings(epochs=2))
     """
-    settings, announce = settings or TrainingSettings(), arguments.get("announce")
-    with claimed(output, settings, resume, overwrite) as claim:  # before anything is loaded
+    settings = settings or TrainingSettings()
+    run_options = RunOptions(**options)
+    with run_options.claimed(output, settings) as claim:  # before anything is loaded
         if claim.finished is not None:
             return TrainingRecord.of_finished(claim.finished)
-        ready = prepare(target, data, settings, announce)
+        ready = prepare(target, data, settings, run_options.announce)
         parts = parts_of(data)
-        manifests = [answers_of(source, ready.target, announce) for source, _ in parts]
-        names = [f"{public_name(source)}{f':{weight:g}' if weight else ''}" for source, weight in parts]
-        known = {
-            "target_name": public_name(target),
-            "target_is_local": os.path.exists(target),
-            "data_name": ", ".join(names),
-            "answers": manifests[0] if len(parts) == 1 else None,
-        }
-        models_and_data = ready.drafter, ready.target, ready.examples, ready.held_out
-        return train(*models_and_data, settings, output, known | (provenance or {}), claim=claim, **arguments)
+        manifests = [answers_of(source, ready.target, run_options.announce) for source, _ in parts]
+        names = [_name_of(*part) for part in parts]
+        run_options = run_options.with_facts(
+            target_name=public_name(target),
+            target_is_local=os.path.exists(target),
+            data_name=", ".join(names),
+            answers=manifests[0] if len(manifests) == 1 else None,
+        )
+        return train_prepared(ready, settings, claim, run_options)
+
+
+def _name_of(source: str, weight: float | None) -> str:
+    name = str(public_name(source))
+    return f"{name}:{weight:g}" if weight else name
 
 
 def train(
     drafter: DFlashDraftModel,
     target: PreTrainedModel,
-    examples: Sequence[Example],
-    held_out: Sequence[Sequence[int]],
+    examples: Examples,
+    held_out: Prompts,
     settings: TrainingSettings,
-    output: str | os.PathLike[str],
-    provenance: dict[str, Any] | None = None,
-    show_progress: bool = True,
-    on_point: Callable[[dict[str, Any]], None] | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    announce: Callable[[str], None] | None = None,
-    claim: Claim | None = None,
-    goal: Goal | None = None,
+    output: Source,
+    **options: Any,
 ) -> TrainingRecord:
     """Trains `drafter` in place and keeps in `output` the state of it that accepts most on the `held_out` prompts.
 
@@ -139,17 +173,9 @@ def train(
         examples: Sequences that the target would write.
         held_out: Prompts to decode for true acceptance; without any the last state is kept.
         settings: The recipe.
-        output: Folder of the checkpoint, replaced in one rename each time a better one is found. The training state is beside
+        output: Folder of the checkpoint. Each better checkpoint replaces it in one rename. The training state is beside
             it, in `OUTPUT.state`, until the run is complete.
-        provenance: Facts to keep beside the checkpoint, such as where the data came from.
-        show_progress: Draw a progress bar.
-        on_point: Called with each new point of the curve.
-        resume: Go on from the training state, or begin if there is none. A run that is complete is left as it is
-            (`record.was_complete`).
-        overwrite: Begin anew where another run wrote.
-        announce: Told in a sentence what is about to take long or much room.
-        claim: On `output`, by a caller that holds its lock, as `train_drafter` does.
-        goal: Another measure of what is best than tau on the `held_out` prompts.
+        options: Fields of [`RunOptions`], such as `resume` and `overwrite`.
 
     Raises:
         ValueError: if nothing in the data can be trained on, if `output` holds another run or another process writes it, or if
@@ -157,113 +183,202 @@ def train(
         FloatingPointError: if loss, gradient or logits are not finite; checkpoint and training state are the last good ones.
         OSError: if one of them cannot be written; the older one stands.
     """
-    elapsed = stopwatch()
-    with nullcontext(claim) if claim else claimed(output, settings, resume, overwrite) as held:
-        output, saved = held.output, held.saved
-        if held.finished is not None:
-            return TrainingRecord.of_finished(held.finished)
-        too_large = oversize(drafter, target, settings.init is not None)
-        if too_large is not None and announce is not None:
-            announce(too_large)
+    run_options = RunOptions(**options)
+    with run_options.claimed(output, settings) as claim:
+        if claim.finished is not None:
+            return TrainingRecord.of_finished(claim.finished)
+        examples = usable(examples, drafter, target, run_options.announce)
+        ready = Prepared(target, None, drafter, examples, held_out)
+        return train_prepared(ready, settings, claim, run_options)
+
+
+def train_prepared(ready: Prepared, settings: TrainingSettings, claim: Claim, options: RunOptions) -> TrainingRecord:
+    """[`train`] on examples that are known to be usable, in a folder that is claimed."""
+    run = _Run(ready, settings, claim, options)
+    with _named_divergence(run.record, claim.output), _noted_signals() as signals:
+        run.measure_start()
+        run.take_steps(signals)
+    run.display.close()
+    run.trainer.accelerator.wait_for_everyone()  # the checkpoint is there when any process returns
+    return run.record
+
+
+class _Run:
+    """One start of a run: its trainer, its record, and what writes and shows them."""
+
+    def __init__(self, ready: Prepared, settings: TrainingSettings, claim: Claim, options: RunOptions) -> None:
+        elapsed = stopwatch()
+        announce, saved = options.announce, claim.saved
+        output = claim.output
+        self._settings = settings
+        self._goal = options.goal or Goal(ready.held_out)
         state = None if saved is None else read_tensors(state_folder(output))
-        examples = usable(examples, drafter, target, announce, settings.eval_new_tokens if held_out else None)
-        check_lengths(examples, held_out, max_positions(target))
-        inputs = describe_inputs(target, drafter, examples, held_out)
+        check_lengths(ready.examples, ready.held_out, max_positions(ready.target))
+        inputs = describe_inputs(
+            ready.target,
+            ready.drafter,
+            ready.examples,
+            ready.held_out,
+        )
         if settings.init is not None:
-            inputs["init"] = {"fingerprint": model_fingerprint(drafter)}
+            inputs["init"] = {"fingerprint": model_fingerprint(ready.drafter)}
         if saved is not None:
-            before, now = ({name: one["fingerprint"] for name, one in of.items()} for of in (saved["inputs"], inputs))
-            refuse_changes(before, now)
-        trainer = Trainer(drafter, target, examples, settings, state, announce, **tracker_options(settings, output))
-        if saved is not None:  # a default that follows from the machine
-            refuse_changes({"mixed_precision": saved["precision"]}, {"mixed_precision": trainer.precision})
-        record = TrainingRecord(**saved["record"]) if saved is not None else TrainingRecord()
-        licence = None if settings.init is None else read_licence(settings.init)
-        origin = {} if licence is None else {"init_licence": "not known" if licence.unread else licence.inherited}
-        checkpointer = Checkpointer(trainer, output, inputs, origin | (provenance or {}), record, elapsed)
+            refuse_changes(_fingerprints(saved["inputs"]), _fingerprints(inputs))
+        _announce_sizes(ready, settings, inputs["data"]["longest_answer"], announce)
+        self.trainer = Trainer(
+            ready.drafter,
+            ready.target,
+            ready.examples,
+            settings,
+            state,
+            announce,
+            **tracker_options(settings, output),
+        )
+        if saved is not None:  # the default depends on the machine
+            refuse_changes({"mixed_precision": saved["precision"]}, {"mixed_precision": self.trainer.precision})
+        self.record = TrainingRecord(**saved["record"]) if saved is not None else TrainingRecord()
+        facts = _licence_of_init(settings) | options.provenance
+        self._checkpointer = Checkpointer(
+            self.trainer,
+            output,
+            inputs,
+            facts,
+            self.record,
+            elapsed,
+        )
+        num_processes = self.trainer.accelerator.num_processes
         if saved is None:
-            checkpointer.save_state(is_beginning=True)
-        elif saved["processes"] != trainer.accelerator.num_processes and announce is not None:
+            self._checkpointer.save_state(is_beginning=True)
+        elif saved["processes"] != num_processes:
             announce(
-                f"The run began in {saved['processes']} processes and goes on in {trainer.accelerator.num_processes}: it learns "
+                f"The run began in {saved['processes']} processes and goes on in {num_processes}: it learns "
                 "the same, but sums round another way."
             )
-        display, last = _Display(trainer, show_progress, on_point, announce), trainer.num_steps
-        eval_every, save_every = (settings.interval(name, last) for name in ("eval_every", "save_every"))
+        self.display = _Display(self.trainer, options)
+        # Without `announce`, uploads are logged.
+        tell_upload = logger.warning if announce is say_nothing else announce
+        repo_id = settings.publish_to if self.trainer.is_first else None
+        self._uploads = Uploads(output, repo_id, tell_upload)
 
-        goal = goal or Goal(held_out)
-        uploads = Uploads(output, settings.publish_to if trainer.is_first else None, announce)
+    def measure_start(self) -> None:
+        """Measures a drafter of `init` before its first step: it may stay the best."""
+        has_point = bool(self.record.curve)
+        if self._settings.init is not None and self._goal.held_out and not has_point:
+            self._measure()
 
-        def measure() -> bool:
-            """Adds a point to the curve and keeps the weights if they are the best; gives whether the run has to end here."""
-            point = goal.measure(trainer)
-            is_better = goal.is_better(point, record)
-            record.curve.append(point)
-            display.show_point(point, record.curve)
-            if is_better:
-                record.best_step, record.best_tau = point["step"], point.get("tau", float("nan"))
-                checkpointer.save_checkpoint()
-            since_best = sum(one["step"] > record.best_step for one in record.curve)
-            return settings.patience is not None and since_best >= settings.patience
+    def take_steps(self, signals: Sequence[int]) -> None:
+        """Takes the steps that are left, until the last one, a signal, or the end of the patience."""
+        settings = self._settings
+        record, trainer = self.record, self.trainer
+        last = trainer.num_steps
+        eval_every = settings.interval("eval_every", last)
+        save_every = settings.interval("save_every", last)
+        for step in self.display.steps:
+            figures = trainer.step(stop=bool(signals))
+            self.display.show_step(step, figures)
+            is_measured = step % eval_every == 0 or step == last
+            if is_measured and self._measure():
+                break
+            if step == last:
+                break
+            if figures.is_stopping:
+                self._checkpointer.save_state()
+                record.stopped_at = step
+                record.signal = signals[0] if signals else None
+                return
+            if step % save_every == 0:
+                self._checkpointer.save_state()
+            if is_measured:  # after the state is saved: an upload may take long
+                self._uploads.add(record.best_step)
+        self._checkpointer.finish()
+        self._uploads.add(record.best_step, is_last=True)
 
-        if settings.init is not None and held_out and not record.curve:  # what it begins with may stay the best
-            measure()
-        with _named_divergence(record, output), _noted_signals() as signals:
-            for step in display.steps:
-                figures = trainer.step(stop=bool(signals))
-                if step % settings.log_every == 0:
-                    display.show_step(step, figures)
-                display.show_line(step, figures)
-                if (step % eval_every == 0 or step == last) and measure():
-                    checkpointer.finish()
-                    break
-                if figures.is_stopping and step < last:
-                    checkpointer.save_state()
-                    record.stopped_at, record.signal = step, signals[0] if signals else None
-                    break
-                if step % save_every == 0 and step < last:
-                    checkpointer.save_state()
-                if step % eval_every == 0 and step < last:  # after the state is saved: an upload may take long
-                    uploads.add(record.best_step)
-            else:
-                checkpointer.finish()
-        if record.stopped_at is None:
-            uploads.add(record.best_step, is_last=True)
-        display.close()
-        trainer.accelerator.wait_for_everyone()  # whoever returns finds the checkpoint
-        return record
+    def _measure(self) -> bool:
+        """Adds a point to the curve and keeps the weights if they are the best; gives whether the patience has ended."""
+        record = self.record
+        point = self._goal.measure(self.trainer)
+        is_better = self._goal.is_better(point, record)
+        record.curve.append(point)
+        self.display.show_point(point, record.curve)
+        if is_better:
+            record.best_step = point["step"]
+            record.best_tau = point.get("tau", math.nan)
+            self._checkpointer.save_checkpoint()
+        steps = [point["step"] for point in record.curve]
+        since_best = sum(step > record.best_step for step in steps)
+        patience = self._settings.patience
+        return patience is not None and since_best >= patience
+
+
+def _fingerprints(inputs: Facts) -> dict[str, str]:
+    return {name: facts["fingerprint"] for name, facts in inputs.items()}
+
+
+def _licence_of_init(settings: TrainingSettings) -> Facts:
+    """The licence of the drafter of `init` as a fact of the run; no fact without `init`."""
+    if settings.init is None:
+        return {}
+    licence = read_licence(settings.init)
+    return {"init_licence": "not known" if licence.unread else licence.inherited}
+
+
+def _announce_sizes(ready: Prepared, settings: TrainingSettings, longest_answer: int, announce: Announce) -> None:
+    """Announces a drafter that is too large, and measured texts that are longer than those of the data."""
+    too_large = oversize(ready.drafter, ready.target, settings.init is not None)
+    if too_large is not None:
+        announce(too_large)
+    if ready.held_out and longest_answer < settings.eval_new_tokens:
+        announce(
+            f"Acceptance is measured on texts of up to {settings.eval_new_tokens} tokens, and the longest answer of the data "
+            f"has {longest_answer}. A drafter accepts less beyond the length that it was trained on: "
+            f"eval_new_tokens={longest_answer} measures up to there."
+        )
 
 
 @contextmanager
-def claimed(
-    output: str | os.PathLike[str], settings: TrainingSettings, resume: bool, overwrite: bool
-) -> Iterator[Claim]:
-    """The claim on `output`, made by the first process under the lock; what it finds, or why it refuses, is told to all."""
-    folder, found = followed(Path(output)), list[Any]([None])
+def claimed(output: Source, settings: TrainingSettings, resume: bool, overwrite: bool) -> Iterator[Claim]:
+    """The claim on `output`: the first process holds its lock in the body, and all processes are told the same.
+
+    Raises:
+        ValueError: if `output` holds another run, another process writes it, or nothing could be uploaded.
+        OSError: if `output` cannot be written.
+    """
+    folder = followed(Path(output))
     tracker_options(settings, folder)
-    with ExitStack() as held:
+    answers: list[Any] = [None]
+    with ExitStack() as stack:
         # The first process may write features for hours while the others wait.
         if accelerate.PartialState(cpu=is_cpu_alone(), timeout=PATIENCE).is_main_process:
             try:
                 check_replaceable(folder)
                 check_writable(folder / "config.json")
-                held.enter_context(only_writer(folder))
-                for path in (folder, state_folder(folder)):
-                    clear_leftovers(path)
-                found = [Claim(folder, *find_run(folder, settings, resume, overwrite))]
-                if found[0].finished is None:
+                stack.enter_context(only_writer(folder))
+                clear_leftovers(folder)
+                clear_leftovers(state_folder(folder))
+                claim = Claim(
+                    folder,
+                    *find_run(
+                        folder,
+                        settings,
+                        resume,
+                        overwrite,
+                    ),
+                )
+                if claim.finished is None:
                     check_upload(settings)
+                answers = [claim]
             except (ValueError, OSError) as error:
-                found = [error]
-        broadcast_object_list(found)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        yield found[0]
+                answers = [error]
+        broadcast_object_list(answers)
+        (answer,) = answers
+        if isinstance(answer, Exception):
+            raise answer
+        yield answer
 
 
 @contextmanager
 def _named_divergence(record: TrainingRecord, output: Path) -> Iterator[None]:
-    """Says in a FloatingPointError of the body which checkpoint stands."""
+    """Adds to the message of a FloatingPointError of the body which checkpoint stands."""
     try:
         yield
     except FloatingPointError as error:
@@ -285,68 +400,82 @@ def _noted_signals() -> Iterator[list[int]]:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)} if is_main else {}
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            handlers[number] = signal.signal(number, note)
     try:
         yield noted
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 class _Display:
-    """What is seen of a run: a progress bar over `steps`, those that are left, the trackers, and the points of the curve."""
+    """Shows a run: a progress bar over the `steps` that are left, the trackers, and the points of the curve."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        show_progress: bool,
-        on_point: Callable[[dict[str, Any]], None] | None,
-        announce: Callable[[str], None] | None,
-    ) -> None:
-        self._announce, self._is_warned, self._since_line = announce, False, stopwatch()
-        self._trainer, self._accelerator = trainer, trainer.accelerator
-        self._on_point = on_point if trainer.is_first else None
+    def __init__(self, trainer: Trainer, options: RunOptions) -> None:
+        self._trainer = trainer
+        self._announce = options.announce
+        self._on_point = options.on_point if trainer.is_first else None
+        self._is_warned = False
+        self._since_line = stopwatch()
         if trainer.settings.log_with is not None:
-            self._accelerator.init_trackers("dflash", config=_flat(asdict(trainer.settings)))
-        first, last, is_hidden = trainer.step_number, trainer.num_steps, not (show_progress and trainer.is_first)
-        numbers = range(first + 1, last + 1)
-        self.steps = tqdm(numbers, "drafter", last, initial=first, disable=is_hidden, dynamic_ncols=True)
+            trainer.accelerator.init_trackers("dflash", config=_flat(asdict(trainer.settings)))
+        first, last = trainer.step_number, trainer.num_steps
+        self.steps = tqdm(
+            range(first + 1, last + 1),
+            desc="drafter",
+            total=last,
+            initial=first,
+            disable=not (options.show_progress and trainer.is_first),
+            dynamic_ncols=True,
+        )
 
     def show_step(self, step: int, figures: StepFigures) -> None:
-        shown = {"loss": figures.loss, "gradient_norm": figures.gradient_norm, "learning_rate": figures.rates}
-        self._accelerator.log(_flat(shown, "train/"), step=step)
-
-    def show_line(self, step: int, figures: StepFigures) -> None:
-        """A sentence a minute where no bar is drawn."""
-        if self.steps.disable and self._announce is not None and self._since_line() >= LINE_SECONDS:
+        """Logs the figures of a step, and announces them once a minute where no bar is drawn."""
+        if step % self._trainer.settings.log_every == 0:
+            shown = {"loss": figures.loss, "gradient_norm": figures.gradient_norm, "learning_rate": figures.rates}
+            self._trainer.accelerator.log(_flat(shown, "train/"), step=step)
+        if self.steps.disable and self._since_line() >= LINE_SECONDS:
             self._since_line = stopwatch()
-            self._announce(f"step {step:,} of {self._trainer.num_steps:,}: loss {figures.loss:.3f}")
+            num_steps = self._trainer.num_steps
+            self._announce(f"step {step:,} of {num_steps:,}: loss {figures.loss:.3f}")
 
-    def show_point(self, point: dict[str, Any], curve: Sequence[dict[str, Any]]) -> None:
-        taus = [one["tau"] for one in curve[-FLAT_POINTS:] if "tau" in one]
-        is_flat = len(taus) == FLAT_POINTS and max(taus) < LEARNED_TAU and max(taus) - min(taus) < FLAT_TAU
-        if is_flat and not self._is_warned and self._announce is not None:
+    def show_point(self, point: Facts, curve: Sequence[Facts]) -> None:
+        """Logs the newest point of the curve, and announces once that tau stays low."""
+        taus = [point["tau"] for point in curve[-FLAT_POINTS:] if "tau" in point]
+        if not self._is_warned and _is_flat(taus):
             self._is_warned = True
             settings = self._trainer.settings
-            other = "" if settings.recipe == "short" else "--recipe short, "
+            recipe = "" if settings.recipe == "short" else "--recipe short, "
             self._announce(
                 f"tau has stayed at {taus[-1]:.2f} for {FLAT_POINTS} measurements, as of a drafter that proposes one token everywhere "
-                f"({settings.recipe_text()}): give {other}other rates, or more steps."
+                f"({settings.recipe_text()}): give {recipe}other rates, or more steps."
             )
         self.steps.clear()
         if self._on_point is not None:
             self._on_point(point)
-        self._accelerator.log(_flat(point, "eval/"), step=point["step"])
-        self.steps.set_postfix({name: f"{value:.3f}" for name, value in point.items() if isinstance(value, float)})
+        self._trainer.accelerator.log(_flat(point, "eval/"), step=point["step"])
+        floats = {name: value for name, value in point.items() if isinstance(value, float)}
+        self.steps.set_postfix(floats)  # the bar rounds them
 
     def close(self) -> None:
+        """Ends the bar and the trackers. `end_training` of accelerate would leave the caller's process group too."""
         self.steps.close()
-        for tracker in self._accelerator.trackers:  # `end_training` would leave the caller's process group too
+        for tracker in self._trainer.accelerator.trackers:
             tracker.finish()
 
 
-def tracker_options(settings: TrainingSettings, output: Path) -> dict[str, Any]:
+def _is_flat(taus: list[float]) -> bool:
+    """Whether the last points are low, and alike."""
+    if len(taus) < FLAT_POINTS:
+        return False
+    highest = max(taus)
+    return highest < LEARNED_TAU and highest - min(taus) < FLAT_TAU
+
+
+def tracker_options(settings: TrainingSettings, output: Path) -> Facts:
     """The arguments of `Accelerator` that ask for a tracker; ValueError for one that is not installed."""
     if settings.log_with is None:
         return {}
@@ -356,15 +485,17 @@ def tracker_options(settings: TrainingSettings, output: Path) -> dict[str, Any]:
             f"log_with={settings.log_with!r} is not one of the trackers installed here ({', '.join(known) or 'none'}): "
             f"pip install {settings.log_with}, or leave it out."
         )
-    return {"log_with": settings.log_with, "project_dir": str(output.with_name(f"{output.name}.logs"))}
+    folder = output.with_name(f"{output.name}.logs")
+    return {"log_with": settings.log_with, "project_dir": str(folder)}
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(values: Facts, prefix: str = "") -> Facts:
     """The numbers and texts that trackers take; a list as one entry per place."""
-    flat: dict[str, Any] = {}
+    flat: Facts = {}
     for name, value in values.items():
         if isinstance(value, list):
-            flat |= {f"{prefix}{name}_{place}": item for place, item in enumerate(value, start=1)}
+            for place, item in enumerate(value, start=1):
+                flat[f"{prefix}{name}_{place}"] = item
         elif isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{name}/")
         elif value is not None and name != "step":

@@ -1,15 +1,18 @@
-# ruff: noqa: RUF009 (every field is made by `_setting`, which calls `field`)
+# ruff: noqa: RUF009 (`_setting` makes every field with `field`)
 """The recipe of a run as one dataclass, which a YAML file and the command's flags also spell. It imports no torch."""
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from dflash.common.messages import first_line
+
+
+Facts = dict[str, Any]  # names and values, as JSON holds them
 
 LossName = Literal["ce", "forward_kl"]
 PositionWeights = Literal["decay", "dpace"]
@@ -17,21 +20,15 @@ RecipeName = Literal["short", "paper"]
 Precision = Literal["bf16", "no"]
 TargetDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-# Values and settings of earlier releases, and what to use instead of each.
-REMOVED_VALUES = {
-    "loss": {"argmax": "ce", "reverse_kl": "forward_kl", "tv": "forward_kl", "mix": "forward_kl"},
-    "position_weights": {"uniform": "decay"},
-}
-REMOVED = {"anchors": "anchors are drawn anew each epoch, so leave it out"}
-
-# The one place of the defaults that differ between recipes; a Muon rate is of a drafter with `RECIPE_WIDTH` hidden channels.
-# short: for runs of hundreds or thousands of steps. paper: DFlash, appendix A.1, for 800 K samples and 6 epochs.
-RECIPES: dict[str, dict[str, Any]] = {
+# Defaults that differ between recipes. The Muon rate is that of a drafter with `RECIPE_WIDTH` hidden channels.
+# short: for runs of hundreds or thousands of steps. paper: appendix A.1 of DFlash, for 800 K samples and 6 epochs.
+RECIPES: dict[str, Facts] = {
     "short": {"learning_rate": 2e-3, "muon_learning_rate": 2e-2, "position_weights": "dpace", "from_target": True},
     "paper": {"learning_rate": 6e-4, "muon_learning_rate": 0.0, "position_weights": "decay", "from_target": False},
 }
 RECIPE_WIDTH = 128
-LATE = ("muon_learning_rate", "from_target")  # decided where the drafter is known
+LATE = ("muon_learning_rate", "from_target")  # their defaults depend on the drafter too
+POSITIVE = ("learning_rate", "max_grad_norm", "gamma")
 
 DRAFTER = "The drafter's shape"
 PARTS = "Its parts of DFlash2 or Domino"
@@ -44,16 +41,16 @@ KEPT = "What is measured and kept"
 
 
 def _setting(default: Any, topic: str, help: str, least: int | None = None, is_free: bool = False) -> Any:
-    """A field with topic, help text and least value; a free one may differ from one start of a run to the next."""
+    """A field with its topic, help text and least value. A free setting may change when a run is resumed."""
     return field(default=default, metadata={"topic": topic, "help": help, "least": least, "is_free": is_free})
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """The settings of a run. `recipe` decides the defaults of some; one that is given wins over it.
+    """The settings of a run. `recipe` decides the defaults of some; a value that is set wins over the recipe.
 
-    The `help` of each field says what it means and what `None` leads to. What a recipe decides is filled in at once, so
-    `dataclasses.replace(settings, recipe=…)` keeps the values of the recipe before: `changed(recipe=…)` does not.
+    The `help` of each field says what it means and what `None` leads to. The values of the recipe are filled in at once, so
+    `dataclasses.replace(settings, recipe=…)` keeps those of the recipe before. `changed(recipe=…)` replaces them.
 
     Raises:
         ValueError: for a value of another type, or out of range.
@@ -183,67 +180,96 @@ class TrainingSettings:
     license: str | None = _setting(None, KEPT, "Licence of the drafter for its card, as in apache-2.0.", is_free=True)
 
     def __post_init__(self) -> None:
+        self._fill_in()
         hints = get_type_hints(type(self))
+        for setting in fields(self):
+            self._check(setting, hints[setting.name])
+        for is_wrong, sentence in self._refusals():
+            if is_wrong:
+                raise ValueError(sentence)
+
+    def _fill_in(self) -> None:
+        """Sets what a recipe decides, and the recipe itself."""
         if self.recipe is None:
-            object.__setattr__(self, "recipe", "short" if self.init is None else "paper")
+            self._set("recipe", "short" if self.init is None else "paper")
         if self.gamma is not None and self.position_weights is None:
-            object.__setattr__(self, "position_weights", "decay")
+            self._set("position_weights", "decay")
         for name, value in RECIPES.get(self.recipe, {}).items():
             if getattr(self, name) is None and name not in LATE:
-                object.__setattr__(self, name, value)
-        for name, instead in REMOVED_VALUES.items():
-            if (value := getattr(self, name)) in instead:
-                raise ValueError(f"{name}={value!r} was removed: use {name}={instead[value]!r}.")
-        for one in fields(self):
-            value, hint, least = getattr(self, one.name), hints[one.name], one.metadata["least"]
-            if isinstance(value, str) and not value.strip():
-                raise ValueError(f"{one.name} is empty: give a value, or leave it out. {one.metadata['help']}")
-            if type(value) is int and float in _options(hint):
-                object.__setattr__(self, one.name, value := float(value))
-            if value is False and Precision in _options(hint):  # YAML 1.1 reads `no` as false
-                object.__setattr__(self, one.name, value := "no")
-            if not any(_fits(value, option) for option in _options(hint)):
-                raise ValueError(f"{one.name}={value!r} is not {_name(hint)}: {one.metadata['help']}")
-            if least is not None and value is not None and not (value >= least and math.isfinite(value)):
-                raise ValueError(f"{one.name}={value}: give {least} or more.")
-        for name in ("learning_rate", "max_grad_norm", "gamma"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name}={value}: give a number above 0.")
-        if self.seed >= 2**63:
-            raise ValueError(f"seed={self.seed}: give less than 2**63.")
-        if not 0 <= self.warmup_ratio <= 1:
-            raise ValueError(f"warmup_ratio={self.warmup_ratio}: give a share of the steps, from 0 to 1.")
-        if self.rejected_share > 1:
-            raise ValueError(f"rejected_share={self.rejected_share}: give a share, from 0 to 1.")
-        if self.lora_rank is not None and self.shard:
-            raise ValueError(f"lora_rank={self.lora_rank} and shard: a change of low rank is small; leave shard out.")
-        if not 0 < self.dpace_alpha <= 1:
-            raise ValueError(f"dpace_alpha={self.dpace_alpha}: give a chance above 0 and up to 1.")
-        if self.streaming and self.samples is None:
-            raise ValueError("streaming reads data only as far as it is asked to: give samples (--samples) too.")
-        if self.features is not None and self.shard_target:
-            why = "one process writes features with the whole target; leave either out"
-            raise ValueError(f"features={self.features!r} and shard_target: {why}.")
-        if self.from_target and self.init is not None:
-            raise ValueError(
-                f"init={self.init!r} and from_target: a drafter begins with one of them; leave either out."
-            )
-        if self.freeze_init and self.lora_rank is not None:
-            raise ValueError(
-                f"lora_rank={self.lora_rank} and freeze_init: one changes the weights of init and the other keeps them; leave "
-                "either out."
-            )
-        if self.freeze_init and self.shard:
-            raise ValueError(
-                "freeze_init and shard: what is added is small, and frozen layers are not sharded; leave shard out."
-            )
-        if self.num_taps is not None and self.target_layer_ids is not None:
-            both = f"num_taps={self.num_taps} and target_layer_ids={self.target_layer_ids}"
-            raise ValueError(f"{both}: give the number or the layers.")
+                self._set(name, value)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check(self, setting: Field[Any], hint: Any) -> None:
+        """Raises ValueError for an empty text, a value of another type, or one below the least value."""
+        name, help = setting.name, setting.metadata["help"]
+        least = setting.metadata["least"]
+        value = getattr(self, name)
+        options = _options(hint)
+        if type(value) is int and float in options:
+            value = float(value)
+        if value is False and Precision in options:  # YAML 1.1 reads `no` as false
+            value = "no"
+        self._set(name, value)
+        if isinstance(value, str) and not value.strip():
+            raise ValueError(f"{name} is empty: give a value, or leave it out. {help}")
+        if not any(_fits(value, option) for option in options):
+            raise ValueError(f"{name}={value!r} is not {_in_words(hint)}: {help}")
+        if value is None:
+            return
+        if least is not None and not least <= value < math.inf:
+            raise ValueError(f"{name}={value}: give {least} or more.")
+        if name in POSITIVE and not 0 < value < math.inf:
+            raise ValueError(f"{name}={value}: give a number above 0.")
+
+    def _refusals(self) -> list[tuple[bool, str]]:
+        """Whether each combination that cannot be trained was asked for, with the sentence that refuses it."""
+        lora = f"lora_rank={self.lora_rank}"
+        has_lora = self.lora_rank is not None
+        has_init = self.init is not None
+        taps = f"num_taps={self.num_taps} and target_layer_ids={self.target_layer_ids}"
+        return [
+            (self.seed >= 2**63, f"seed={self.seed}: give less than 2**63."),
+            (
+                not 0 <= self.warmup_ratio <= 1,
+                f"warmup_ratio={self.warmup_ratio}: give a share of the steps, from 0 to 1.",
+            ),
+            (self.rejected_share > 1, f"rejected_share={self.rejected_share}: give a share, from 0 to 1."),
+            (has_lora and self.shard, f"{lora} and shard: a change of low rank is small; leave shard out."),
+            (
+                not 0 < self.dpace_alpha <= 1,
+                f"dpace_alpha={self.dpace_alpha}: give a chance above 0 and up to 1.",
+            ),
+            (
+                self.streaming and self.samples is None,
+                "streaming reads data only as far as it is asked to: give samples (--samples) too.",
+            ),
+            (
+                self.features is not None and self.shard_target,
+                f"features={self.features!r} and shard_target: one process writes features with the whole target; leave "
+                "either out.",
+            ),
+            (
+                bool(self.from_target) and has_init,
+                f"init={self.init!r} and from_target: a drafter begins with one of them; leave either out.",
+            ),
+            (
+                self.freeze_init and has_lora,
+                f"{lora} and freeze_init: one changes the weights of init and the other keeps them; leave either out.",
+            ),
+            (
+                self.freeze_init and self.shard,
+                "freeze_init and shard: what is added is small, and frozen layers are not sharded; leave shard out.",
+            ),
+            (
+                self.num_taps is not None and self.target_layer_ids is not None,
+                f"{taps}: give the number or the layers.",
+            ),
+        ]
 
     def muon_rate(self, width: int) -> float:
-        """Peak rate of Muon for a drafter of `width` hidden channels, 0 for none: the one given, or the recipe's.
+        """Peak rate of Muon for a drafter of `width` hidden channels, 0 for none: `muon_learning_rate`, or the recipe's.
 
         The recipe's falls with the square root of the width, so that one default serves all sizes. Muon's updates are scaled to
         the RMS of AdamW's (Moonlight, arXiv 2502.16982), so their spectral norm grows with that root; features are learned
@@ -253,10 +279,15 @@ class TrainingSettings:
             return self.muon_learning_rate
         return RECIPES[self.recipe]["muon_learning_rate"] * math.sqrt(RECIPE_WIDTH / width)
 
-    def changed(self, **given: Any) -> "TrainingSettings":
-        """These settings but for what is given; where that is a recipe, it decides anew what recipes decide."""
-        by_recipe: dict[str, Any] = dict.fromkeys(RECIPES[self.recipe]) if "recipe" in given else {}
-        return replace(self, **by_recipe | given)
+    def changed(self, **settings: Any) -> "TrainingSettings":
+        """A copy with other `settings`. A recipe among them decides anew what recipes decide."""
+        by_recipe: Facts = dict.fromkeys(RECIPES[self.recipe]) if "recipe" in settings else {}
+        return replace(self, **by_recipe | settings)
+
+    @property
+    def longest(self) -> int | None:
+        """The length beyond which sequences are left out; `None` if longer ones are cut."""
+        return self.max_length if self.drop_long else None
 
     @property
     def begins_at_target(self) -> bool:
@@ -264,51 +295,74 @@ class TrainingSettings:
         return RECIPES[self.recipe]["from_target"] if self.from_target is None else self.from_target
 
     def recipe_text(self) -> str:
-        """The recipe, and what was given instead of its values: `short with learning_rate=0.001`."""
-        given = {name: getattr(self, name) for name in RECIPES[self.recipe]}
-        other = [f"{name}={value}" for name, value in given.items() if value not in (None, RECIPES[self.recipe][name])]
-        return self.recipe + (f" with {', '.join(other)}" if other else "")
+        """The recipe, and what was set instead of its values: `short with learning_rate=0.001`."""
+        changes = []
+        for name, usual in RECIPES[self.recipe].items():
+            value = getattr(self, name)
+            if value not in (None, usual):
+                changes.append(f"{name}={value}")
+        return f"{self.recipe} with {', '.join(changes)}" if changes else self.recipe
 
     def interval(self, name: str, steps: int) -> int:
         """`eval_every` or `save_every` of a run of `steps` steps."""
         return getattr(self, name) or max(1, min(500, steps // 10))
 
-    def decisive(self) -> dict[str, Any]:
+    def chosen(self, names: Collection[str]) -> Facts:
+        """The settings of these names that are not `None`."""
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def decisive(self) -> Facts:
         """The settings that decide what is learned."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if not one.metadata["is_free"]}
+        names = [setting.name for setting in fields(self) if not setting.metadata["is_free"]]
+        return {name: getattr(self, name) for name in names}
 
 
-def read_yaml(path: Path, others: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields of a YAML file and `others`, with `-` and `_` in names alike; ValueError for anything else or one given twice."""
+LINE_FORM = "write one `name: value` a line"
+
+
+def read_yaml(path: Path, others: Collection[str] = ()) -> Facts:
+    """The settings in a YAML file by name, where `-` stands for `_` too. `others` are names that are allowed beside settings.
+
+    Raises:
+        ValueError: for a file that cannot be read, an unknown name, or a name that is given twice.
+    """
     import yaml
 
     if not path.is_file():
-        raise ValueError(f"{path} is no file: write one `name: value` a line, the names as the flags are called.")
+        raise ValueError(f"{path} is no file: {LINE_FORM}, the names as the flags are called.")
     try:
         text = path.read_text(encoding="utf-8")
-        found, tree = yaml.safe_load(text), yaml.compose(text)
+        values = yaml.safe_load(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: save the file in UTF-8.") from error
     except yaml.YAMLError as error:
-        raise ValueError(
-            f"{path} is not YAML ({str(error).splitlines()[0]}): write one `name: value` a line."
-        ) from error
+        raise ValueError(f"{path} is not YAML ({first_line(error)}): {LINE_FORM}.") from error
     except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply to be read: write one `name: value` a line.") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no settings: write one `name: value` a line.")
-    names = Counter(str(key.value).replace("-", "_") for key, _ in tree.value)
-    twice = [name for name, count in names.items() if count > 1]
-    if twice:
-        raise ValueError(f"{path} gives {', '.join(twice)} more than once: keep one line of each.")
-    unknown = sorted(names.keys() - {one.name for one in fields(TrainingSettings)} - set(others) - REMOVED.keys())
+        raise ValueError(f"{path} is nested too deeply to be read: {LINE_FORM}.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no settings: {LINE_FORM}.")
+    names = [_field_name(key.value) for key, _ in yaml.compose(text).value]  # repeated ones too
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"{path} gives {', '.join(repeated)} more than once: keep one line of each.")
+    known = {setting.name for setting in fields(TrainingSettings)}
+    unknown = sorted({*names} - known - {*others})
     if unknown:
         raise ValueError(f"{path} holds {', '.join(unknown)}: `dflash train --help` lists what there is.")
-    for name, value in found.items():
-        if isinstance(value, str):  # YAML 1.1 reads a rate of 6e-4 as text
-            with suppress(ValueError):
-                found[name] = float(value)
-    return {str(name).replace("-", "_"): value for name, value in found.items()}
+    return {_field_name(key): _number_of(value) for key, value in values.items()}
+
+
+def _field_name(key: Any) -> str:
+    return str(key).replace("-", "_")
+
+
+def _number_of(value: Any) -> Any:
+    """A value of a YAML file. YAML 1.1 reads a rate of 6e-4 as text, which becomes a number here."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)
+    return value
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -324,8 +378,8 @@ def _fits(value: Any, option: Any) -> bool:
     return type(value) is option  # True is no number
 
 
-def _name(hint: Any) -> str:
-    """A type in words; `None` is not said."""
+def _in_words(hint: Any) -> str:
+    """A type in words, without its `None`."""
     (option,) = (option for option in _options(hint) if option is not NoneType)
     if get_origin(option) is Literal:
         return f"one of {', '.join(get_args(option))}"

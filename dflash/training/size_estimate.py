@@ -1,100 +1,176 @@
-"""The memory that a run will take, and a drafter that is too large for its target: said before it begins."""
+"""What a run will take, announced before it begins: its memory, and a drafter that is too large for its target."""
+
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.drafter import DFlashDraftModel
-from dflash.model.targets_dflash import decoder_layers
+from dflash.model.targets_dflash import decoder_layers, text_config
 
 from .adaptation_lora import is_changed
 from .batches import epoch_sequences, valid_anchors
 from .block_attention import MOST_SCORES, is_fused
 from .distributed import is_sharded
-from .lazy_sequences import lengths_of
+from .examples import lengths_of
 from .losses import rows_of_chunk
 from .trainer import Trainer
+
+
+class BatchSize(NamedTuple):
+    """The most columns, queries, and pairs of a query and a key that a share of a batch has."""
+
+    columns: int
+    queries: int
+    pairs: int
+
+
+# Tensors that a layer keeps for its backward pass, counted in the drafter's forward: of the hidden size (inputs and outputs of
+# norms, projections and additions) and of the MLP's width (its two projections).
+HIDDEN_TENSORS, MLP_TENSORS = 14, 2
+# Tensors of the width of Domino's GRU that its steps keep for each query.
+GRU_TENSORS = 8
+# Copies of a chunk's logits: the logits, their softmax and their gradient.
+LOGIT_COPIES = 3
 
 
 def estimate_memory(trainer: Trainer) -> dict[str, int]:
     """Bytes per process by what holds them: an estimate of the large parts from shapes alone.
 
-    Weights, gradients and AdamW's two moments are fp32 (Muon keeps one moment for a matrix). Activations are those of the
-    largest batch of the first epoch: per layer and query about 14 tensors of the hidden size and 2 of the MLP's width are kept
-    for the backward pass, or one where layers are computed again, and per query 8 of the width of Domino's GRU. It also keeps
-    each matrix as it was multiplied, if that is not the weight itself: in bf16, or with its change of low rank.
+    Weights, gradients and AdamW's two moments are fp32; Muon keeps one moment for a matrix. Activations are those of the
+    largest batch of the first epoch.
     """
-    settings, config = trainer.settings, trainer.drafter.config
+    settings, drafter = trainer.settings, trainer.drafter
     processes = trainer.accelerator.num_processes
-    share = processes if is_sharded(trainer.drafter) else 1
-    weights, trained = (trainer.drafter.num_parameters(only_trainable=only) * 4 // share for only in (False, True))
-    muon = [group for one in trainer.optimizers if isinstance(one, torch.optim.Muon) for group in one.param_groups]
-    moments = 2 * trained - sum(matrix.numel() for group in muon for matrix in group["params"]) * 4 // share
-
-    tokens, queries, scored = widest(trainer)
-    width = 2 if trainer.precision == "bf16" else 4
-    # Where layers are computed again, each keeps its input, and one at a time the rest.
-    is_again = settings.gradient_checkpointing
-    kept, inner = (1, 0) if is_again else (14, 2 * config.intermediate_size)
-    num_layers = 1 if is_again else config.num_hidden_layers
-    layers = config.num_hidden_layers * queries * (kept * config.hidden_size + inner) * width
-    states = 8 * queries * (config.gru_hidden_dim or 0) * width
-    of_keys = config.hidden_size + 4 * config.num_key_value_heads * config.head_dim
-    context = tokens * (len(config.target_layer_ids or ()) * config.hidden_size + num_layers * of_keys) * width
-    linear = ((name, one) for name, one in trainer.drafter.named_modules() if isinstance(one, nn.Linear))
-    matrices = sum(one.weight.numel() for name, one in linear if not name.endswith("down_proj"))  # it is made again
-    bytes_kept = 2 * (width == 2) + 4 * is_changed(trainer.drafter)
-    is_crossed = any(parameter.requires_grad for parameter in trainer.drafter.layers.parameters())
-    multiplied = is_crossed * matrices * bytes_kept * num_layers // config.num_hidden_layers // share
-    # Flex attention holds no scores and no mask. Others hold a mask for each type of layer, in fp32, and without a fused kernel
-    # blockwise attention also holds the scores of all layers, or of some blocks of one layer.
-    masks, of_layer = 4 * scored * len(set(config.layer_types)), scored * config.num_attention_heads
-    is_whole = of_layer <= MOST_SCORES and not is_again
-    held = (of_layer * config.num_hidden_layers if is_whole else min(of_layer, MOST_SCORES)) * width
-    has_scores = not is_fused(trainer.accelerator.device, config.attention_dropout)
-    scores = 0 if trainer.attention == "flex_attention" else masks + has_scores * held
-    vocab_size = trainer.target.config.get_text_config(decoder=True).vocab_size
-    logits = 3 * min(settings.chunk_rows or rows_of_chunk(vocab_size), queries) * vocab_size * 4
+    share = processes if is_sharded(drafter) else 1
     target = sum(parameter.nbytes for parameter in trainer.target.parameters())
+    trained = drafter.num_parameters(only_trainable=True) * 4 // share
+    by_muon = sum(
+        parameter.numel()
+        for optimizer in trainer.optimizers
+        if isinstance(optimizer, torch.optim.Muon)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    size = widest(trainer)
+    vocab_size = text_config(trainer.target).vocab_size
+    rows = min(settings.chunk_rows or rows_of_chunk(vocab_size), size.queries)
     return {
         "target": target // (processes if settings.shard_target else 1),
-        "drafter": weights,
+        "drafter": drafter.num_parameters() * 4 // share,
         "gradients": trained,
-        "optimiser": moments,
-        "features of the target": context,
-        "weights as they are multiplied": multiplied,
-        "activations of the drafter": layers + scores + states,
-        "logits of a chunk": logits,
+        "optimiser": 2 * trained - by_muon * 4 // share,
+        "features of the target": _context_bytes(trainer, size),
+        "weights as they are multiplied": _copied_bytes(trainer) // share,
+        "activations of the drafter": _layer_bytes(trainer, size) + _score_bytes(trainer, size),
+        "logits of a chunk": LOGIT_COPIES * rows * vocab_size * 4,
     }
 
 
-def oversize(drafter: DFlashDraftModel, target: PreTrainedModel, is_begun: bool) -> str | None:
+def _value_bytes(trainer: Trainer) -> int:
+    return 2 if trainer.precision == "bf16" else 4
+
+
+def _layers_at_once(trainer: Trainer) -> int:
+    """The layers that keep their tensors: with gradient checkpointing one, whose tensors are computed again."""
+    return 1 if trainer.settings.gradient_checkpointing else trainer.drafter.config.num_hidden_layers
+
+
+def _context_bytes(trainer: Trainer, size: BatchSize) -> int:
+    """The target's features, and the keys and values that layers compute of them."""
+    config = trainer.drafter.config
+    features = len(config.target_layer_ids or ()) * config.hidden_size
+    key_width = config.num_key_value_heads * config.head_dim
+    keys = config.hidden_size + 4 * key_width
+    width = features + _layers_at_once(trainer) * keys
+    return size.columns * width * _value_bytes(trainer)
+
+
+def _copied_bytes(trainer: Trainer) -> int:
+    """Matrices as they are multiplied, where these are not the weights themselves: in bf16, or with a change of low rank.
+
+    Layers whose weights are frozen keep none, because no gradient crosses them.
+    """
+    drafter = trainer.drafter
+    if not any(parameter.requires_grad for parameter in drafter.layers.parameters()):
+        return 0
+    value_bytes = 4 * is_changed(drafter)
+    if trainer.precision == "bf16":
+        value_bytes += 2
+    matrices = [
+        module.weight.numel()
+        for name, module in drafter.named_modules()
+        if isinstance(module, nn.Linear) and not name.endswith("down_proj")  # which is made again
+    ]
+    copied = sum(matrices) * value_bytes
+    return copied * _layers_at_once(trainer) // drafter.config.num_hidden_layers
+
+
+def _layer_bytes(trainer: Trainer, size: BatchSize) -> int:
+    """What layers and Domino's GRU keep of each query; layers that are computed again keep their input."""
+    config = trainer.drafter.config
+    width = config.hidden_size
+    if not trainer.settings.gradient_checkpointing:
+        width = HIDDEN_TENSORS * config.hidden_size + MLP_TENSORS * config.intermediate_size
+    values = config.num_hidden_layers * width + GRU_TENSORS * (config.gru_hidden_dim or 0)
+    return size.queries * values * _value_bytes(trainer)
+
+
+def _score_bytes(trainer: Trainer, size: BatchSize) -> int:
+    """The masks in fp32, one for each type of layer, and without a fused kernel the scores; flex attention has neither.
+
+    Blockwise attention keeps the scores of all layers, or those of some blocks of one layer where they are too many.
+    """
+    config = trainer.drafter.config
+    if trainer.attention == "flex_attention":
+        return 0
+    masks = 4 * size.pairs * len(set(config.layer_types))
+    if is_fused(trainer.accelerator.device, config.attention_dropout):
+        return masks
+    scores = size.pairs * config.num_attention_heads
+    if scores > MOST_SCORES or trainer.settings.gradient_checkpointing:
+        scores = min(scores, MOST_SCORES)
+    else:
+        scores *= config.num_hidden_layers
+    return masks + scores * _value_bytes(trainer)
+
+
+def oversize(drafter: DFlashDraftModel, target: PreTrainedModel, is_trained: bool) -> str | None:
     """A sentence on a drafter that is larger than its target's layers, whose embedding and head both use; else `None`.
 
-    One that `is_begun`, of `init`, has a shape that cannot be changed.
+    The shape of a drafter that `is_trained`, of `init`, cannot be changed.
     """
     own = drafter.num_parameters()
-    its = sum(parameter.numel() for parameter in decoder_layers(target).parameters())
-    if own <= its:
+    layers = sum(parameter.numel() for parameter in decoder_layers(target).parameters())
+    if own <= layers:
         return None
-    smaller = "--num-hidden-layers or a smaller --intermediate-size"
+    remedy = "give fewer --num-hidden-layers or a smaller --intermediate-size"
+    if is_trained:
+        remedy = "begin with a smaller one"
     return (
-        f"The drafter has {own:,} parameters and the target's layers {its:,}, so a step of the drafter costs more than one of the "
-        f"target, and decoding is faster only at a high tau: {'begin with a smaller one' if is_begun else f'give fewer {smaller}'}."
+        f"The drafter has {own:,} parameters and the target's layers {layers:,}, so a step of the drafter costs more than one of "
+        f"the target, and decoding is faster only at a high tau: {remedy}."
     )
 
 
-def widest(trainer: Trainer) -> tuple[int, int, int]:
-    """The most columns, queries, and pairs of a query and a key that a part of a batch has in the first epoch."""
-    settings, block_size = trainer.settings, trainer.drafter.config.block_size
-    parts = trainer.accelerator.num_processes * settings.gradient_accumulation_steps
+def widest(trainer: Trainer) -> BatchSize:
+    """The largest share of a batch in the first epoch."""
+    block_size = trainer.drafter.config.block_size
+    num_anchors = trainer.plan.num_anchors
     lengths = lengths_of(trainer.examples)
-    blocks = [min(settings.num_anchors, len(valid_anchors(example.mask_array))) for example in trainer.examples]
+    anchors = [len(valid_anchors(example.mask_array)) for example in trainer.examples]
+    blocks = [min(num_anchors, count) for count in anchors]
     sizes = []
-    for batch in epoch_sequences(lengths, 0, **trainer.cut()):
-        share = -(-len(batch) // parts)
-        width = max(sum(lengths[i] for i in sequence) for sequence in batch)
-        queries = share * max(sum(blocks[i] for i in sequence) for sequence in batch) * block_size
-        sizes.append((share * width, queries, queries * (width + block_size)))
-    most_columns, most_queries, most_pairs = map(max, zip(*sizes, strict=True))
-    return most_columns, most_queries, most_pairs
+    for batch in epoch_sequences(lengths, 0, trainer.plan):
+        num_sequences = -(-len(batch) // trainer.num_shares)
+        width = _largest_sum(lengths, batch)
+        queries = num_sequences * _largest_sum(blocks, batch) * block_size
+        pairs = queries * (width + block_size)
+        sizes.append((num_sequences * width, queries, pairs))
+    return BatchSize(*map(max, zip(*sizes, strict=True)))
+
+
+def _largest_sum(values: list[int], batch: list[list[int]]) -> int:
+    """The largest sum over the documents of a sequence."""
+    return max(sum(values[number] for number in sequence) for sequence in batch)

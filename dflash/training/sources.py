@@ -19,7 +19,7 @@ Source = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Version:
-    """What tells this version of a source from another, and its number of rows; `None` for one that is streamed."""
+    """A fingerprint of what a source holds, and its number of rows; `None` for a stream."""
 
     fingerprint: str
     num_rows: int | None
@@ -27,7 +27,7 @@ class Version:
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source that was found: `rows` reads it from its beginning, `version` looks at what it holds now."""
+    """A source that exists: `rows` reads it from its beginning, `version` looks at what it holds now."""
 
     rows: Callable[[], Iterable[Mapping[str, Any]]]
     version: Callable[[], Version]
@@ -46,7 +46,7 @@ def check_split(sources: Iterable[Source], split: str) -> None:
 def read_rows(source: str, split: str, streaming: bool = False) -> Iterable[Mapping[str, Any]]:
     """The rows of a source by its name, as [`load_examples`] takes it.
 
-    With `streaming`, what `datasets` reads is neither downloaded whole nor converted: rows come as they are asked for.
+    With `streaming`, `datasets` neither downloads nor converts a whole data set: it reads rows when they are asked for.
 
     Raises:
         ValueError: for an empty name, a split that does not exist, or a line that is no row.
@@ -72,9 +72,16 @@ def open_source(source: str, split: str, streaming: bool = False) -> OpenSource:
         return _of_table(_split(saved, split, source) if isinstance(saved, dict) else saved)
     if path.suffix in (".jsonl", ".json", *FILE_FORMATS) and not path.exists():
         raise FileNotFoundError(f"{source} does not exist: give a file, a folder, or the id of a data set on the Hub.")
-    name, _, configuration = (source, "", "") if path.exists() else source.partition(":")
+    name, configuration = source, ""
+    if not path.exists():
+        name, _, configuration = source.partition(":")
     try:
-        return _opened(datasets.load_dataset_builder(name, configuration or None), split, streaming, source)
+        return _opened(
+            datasets.load_dataset_builder(name, configuration or None),
+            split,
+            streaming,
+            source,
+        )
     except (FileNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(
             f"{source} is neither a file nor a data set that can be reached ({str(error).splitlines()[0]}): give a file, a "
@@ -83,23 +90,24 @@ def open_source(source: str, split: str, streaming: bool = False) -> OpenSource:
 
 
 def _opened(builder: Any, split: str, streaming: bool, source: str) -> OpenSource:
-    """What a builder of `datasets` reads, streamed or from the files that it prepares."""
+    """The source that a builder of `datasets` reads: a stream, or the table that it prepares."""
     if not streaming:
         _prepare(builder, source)
         return _of_table(_split(builder.as_dataset(), split, source))
     rows = _split(builder.as_streaming_dataset(), split, source)
-    # By commit on the Hub and by time of change elsewhere, as `datasets` knows its own files again.
+    # The name of the folder of the cache changes with the commit on the Hub, and elsewhere with the time of a change.
     return OpenSource(lambda: rows, lambda: Version(f"{builder.cache_dir} {split}", None))
 
 
 def _prepare(builder: Any, source: str) -> None:
-    """Makes the table of a source; ValueError if its files do not make one."""
+    """Downloads a source and makes its table; ValueError if its files do not make one table."""
     import datasets
 
     try:
         builder.download_and_prepare()
     except (RecursionError, datasets.exceptions.DatasetGenerationError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[-1].rstrip(".")  # before it stand all columns
+        lines = str(error.__cause__ or error).strip().splitlines()
+        reason = lines[-1].rstrip(".")  # after the names of all columns
         raise ValueError(
             f"{source} cannot be read as one table ({reason}): give files of one kind with the same columns, or one of them."
         ) from error
@@ -109,19 +117,25 @@ def _of_table(rows: Any) -> OpenSource:
     return OpenSource(lambda: rows, lambda: Version(rows._fingerprint, len(rows)))
 
 
-def _split(found: Mapping[str, Any], split: str, source: str) -> Any:
-    if split not in found:
-        raise ValueError(f"{source} has no split {split!r}: choose one of {', '.join(found)}.")
-    return found[split]
+def _split(splits: Mapping[str, Any], split: str, source: str) -> Any:
+    if split not in splits:
+        raise ValueError(f"{source} has no split {split!r}: choose one of {', '.join(splits)}.")
+    return splits[split]
 
 
-def _version_of_lines(path: Path) -> Version:
-    digest, lines = hashlib.blake2b(digest_size=16), 0
+def file_digest(path: Path) -> str:
+    """The digest of a file's content."""
+    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while part := file.read(2**20):
             digest.update(part)
-            lines += part.count(b"\n")
-    return Version(digest.hexdigest(), lines)
+    return digest.hexdigest()
+
+
+def _version_of_lines(path: Path) -> Version:
+    with path.open("rb") as file:
+        num_lines = sum(1 for _ in file)
+    return Version(file_digest(path), num_lines)
 
 
 def _read_json_lines(path: Path) -> Iterator[Mapping[str, Any]]:

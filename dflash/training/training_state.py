@@ -1,7 +1,7 @@
-"""Where a run stands, on disk beside its output: written aside and renamed, so that a kill at any moment leaves a whole one.
+"""The training state of a run, on disk. It is written aside and renamed, so that a kill at any moment leaves a whole state.
 
-The output itself is a checkpoint that anyone loads, so the training state has a folder of its own, `OUTPUT.state`, which is
-deleted when the run is complete.
+The output itself is a checkpoint that users load. The training state is therefore in a folder of its own, `OUTPUT.state`, which
+is deleted when the run is complete.
 """
 
 import json
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from dflash.common.json_lines import changes
 from dflash.common.messages import first_line
 from dflash.common.provenance import public_name
 
-from .settings import TrainingSettings
+from .settings import Facts, TrainingSettings
 
 
 FACTS_FILE, TENSORS_FILE = "state.json", "state.pt"
@@ -31,7 +30,7 @@ def state_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.state")
 
 
-def save_state(folder: Path, facts: dict[str, Any], tensors: dict[str, Any] | None) -> None:
+def save_state(folder: Path, facts: Facts, tensors: Facts | None) -> None:
     """Writes a training state to `folder` in the place of an older one; before the first step it has no tensors.
 
     Raises:
@@ -46,7 +45,7 @@ def save_state(folder: Path, facts: dict[str, Any], tensors: dict[str, Any] | No
 
 @contextmanager
 def saving(what: str, folder: Path) -> Iterator[None]:
-    """Turns what a full disk raises, in any of the libraries that write, into one OSError with the remedy."""
+    """Turns the errors of a full disk, which differ between the libraries that write, into one OSError with the remedy."""
     try:
         yield
     except Exception as error:
@@ -58,8 +57,8 @@ def saving(what: str, folder: Path) -> Iterator[None]:
         raise OSError(f"The {what} {folder} cannot be written ({first_line(error)}); {before}: {remedy}.") from error
 
 
-def read_tensors(folder: Path) -> dict[str, Any] | None:
-    """Weights, optimisers and counts of a training state, on the CPU; `None` of a run that was stopped before it saved any."""
+def read_tensors(folder: Path) -> Facts | None:
+    """Weights, optimisers and counts of a training state, on the CPU; `None` if the run was stopped before it saved them."""
     if not folder.is_dir():
         remedy = "give an output on a disk that all machines share"
         raise ValueError(f"The training state {folder} is not on this machine: {remedy}.")
@@ -68,7 +67,7 @@ def read_tensors(folder: Path) -> dict[str, Any] | None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Takes away what a killed process left half-written beside `folder`, and puts back what it had moved aside."""
+    """Deletes what a killed process left half-written beside `folder`, and puts back a folder that it had moved aside."""
     for old in sorted(folder.parent.glob(f".{folder.name}.replaced-*")):
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -90,8 +89,8 @@ def remove_state(folder: Path) -> None:
 
 def find_run(
     output: Path, settings: TrainingSettings, resume: bool, overwrite: bool
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The facts of the unfinished run in `output` to go on from, and those of a finished one; neither, to begin.
+) -> tuple[Facts | None, Facts | None]:
+    """The facts of an unfinished run in `output`, and those of a finished one; `None` for what is not there or not wanted.
 
     Raises:
         ValueError: if `output` holds another run and neither `resume` nor `overwrite` is given, or if the run to resume has
@@ -123,24 +122,29 @@ def find_run(
     return None, finished
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The facts in a file of ours, `None` if there is no file."""
+def _read_json(path: Path) -> Facts | None:
+    """The facts in a JSON file, `None` if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def public_settings(settings: TrainingSettings) -> TrainingSettings:
     """The settings without paths of this machine."""
-    init, features, eval_data = map(public_name, (settings.init, settings.features, settings.eval_data))
-    return replace(settings, init=init, features=features, eval_data=eval_data)
+    return replace(
+        settings,
+        init=public_name(settings.init),
+        features=public_name(settings.features),
+        eval_data=public_name(settings.eval_data),
+    )
 
 
-def _refuse_other_settings(settings: TrainingSettings, saved: dict[str, Any]) -> None:
-    defaults = TrainingSettings().decisive()
-    refuse_changes({name: saved.get(name, default) for name, default in defaults.items()}, settings.decisive())
+def _refuse_other_settings(settings: TrainingSettings, saved: Facts) -> None:
+    before = TrainingSettings().decisive()  # a setting that is newer than the run had its default
+    before |= {name: value for name, value in saved.items() if name in before}
+    refuse_changes(before, settings.decisive())
 
 
-def refuse_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises ValueError if something that a run to resume depends on has changed."""
+def refuse_changes(before: Facts, now: Facts) -> None:
+    """Raises ValueError if a fact that the run to resume depends on has changed."""
     if changed := changes(before, now):
         remedy = "give the same, or pass overwrite (--overwrite) to begin anew"
         raise ValueError(f"The run to resume had other settings ({changed}): {remedy}.")

@@ -1,17 +1,12 @@
-"""Puts a run's checkpoints on the Hub while it goes on. What fails there is said, and the run goes on."""
+"""Puts a run's checkpoints on the Hub while the run goes on. A failed upload is announced and does not end the run."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers.utils import logging
-
 from dflash.checkpoints import licence_lines, plan_publication, publish, read_licence
+from dflash.common.messages import Announce
 
 from .settings import TrainingSettings
-
-
-logger = logging.get_logger(__name__)
 
 
 def check_upload(settings: TrainingSettings) -> None:
@@ -29,8 +24,10 @@ def check_upload(settings: TrainingSettings) -> None:
         raise ValueError(
             f"publish_to={repo_id!r}, and there is no token of the Hub: run `hf auth login`, or set HF_TOKEN."
         )
-    licence = None if init is None else read_licence(init)
-    if licence is not None and licence.forbids_changed_copies:
+    if init is None:
+        return
+    licence = read_licence(init)
+    if licence.forbids_changed_copies:
         raise ValueError(
             f"publish_to={repo_id!r}: the licence {licence.inherited} of {init} forbids to share a changed copy; leave it out, or "
             "use `dflash publish --accept-licence` if you have permission."
@@ -39,25 +36,28 @@ def check_upload(settings: TrainingSettings) -> None:
 
 @dataclass
 class Uploads:
-    """What a run has uploaded; the step that it begins with is not its own work, and stays."""
+    """What a run has uploaded. It uploads no checkpoint of step 0, which is the drafter that the run begins with."""
 
     folder: Path
     repo_id: str | None
-    announce: Callable[[str], None] | None
+    announce: Announce
     step: int = 0
 
     def add(self, step: int, is_last: bool = False) -> None:
         """Uploads the checkpoint of `step` in one commit, if it is new or the run's last; a new repository is private."""
         from huggingface_hub import HfApi
 
-        if self.repo_id is None or not step or (step == self.step and not is_last):
+        is_old = step == self.step and not is_last
+        if self.repo_id is None or not step or is_old:
             return
         try:
             plan = plan_publication(self.folder, self.repo_id)
             licence_lines("publish", str(self.folder))
-            is_there = HfApi().repo_exists(self.repo_id)
-            done = publish(plan, private=not is_there, message=f"Step {step}")
-            self.step, said = step, f"Step {step:,} is at {done.url}."
+            is_new = not HfApi().repo_exists(self.repo_id)
+            publication = publish(plan, private=is_new, message=f"Step {step}")
         except Exception as error:  # of any type: hours of training do not end for an upload
-            said = f"Step {step:,} was not uploaded, and the run goes on: {str(error).strip() or type(error).__name__}"
-        (self.announce or logger.warning)(said)
+            reason = str(error).strip() or type(error).__name__
+            self.announce(f"Step {step:,} was not uploaded, and the run goes on: {reason}")
+            return
+        self.step = step
+        self.announce(f"Step {step:,} is at {publication.url}.")

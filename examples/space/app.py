@@ -23,7 +23,7 @@ import torch
 import view
 
 from dflash.checkpoints import heldout_problems, load_embedded_pair
-from dflash.cli.loading import Pair, dtype_name, encode, given, load_pair
+from dflash.cli.loading import Pair, checked_prompt, dtype_name, encode, load_pair
 from dflash.common.hub import ask_hub_again
 from dflash.common.messages import OWN_CODE, as_sentence
 from dflash.evaluation import TimedRun, first_difference, timed_blocks, timed_generate
@@ -76,7 +76,7 @@ def warm_up(pair: Pair) -> None:
 def read(pair: Pair, prompt: str) -> torch.Tensor:
     """The prompt's ids [1, S] in the chat template; ValueError if there is no text, or too much."""
     limit = min(MAX_PROMPT_TOKENS, (max_positions(pair.target) or MAX_PROMPT_TOKENS + 1) - 1)
-    input_ids = encode(pair, given(prompt[: MAX_CHARACTERS_PER_TOKEN * limit]))
+    input_ids = encode(pair, checked_prompt(prompt[: MAX_CHARACTERS_PER_TOKEN * limit]))
     if input_ids.shape[1] > limit or len(prompt) > MAX_CHARACTERS_PER_TOKEN * limit:
         raise ValueError(
             f"The prompt ({len(prompt):,} characters) is longer than {limit:,} tokens, the most that this page gives this "

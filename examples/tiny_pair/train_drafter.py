@@ -29,7 +29,7 @@ from word_problem_data import fingerprint, load_gsm8k
 from workers import WORKERS, gather, spawn_workers
 
 from dflash import DFlashDraftModel, spec_generate
-from dflash.regeneration import regenerate
+from dflash.regeneration import Sampling, regenerate
 from dflash.training import (
     Acceptance,
     Example,
@@ -143,7 +143,7 @@ def write_responses(
             prompts,
             max_new_tokens=scale.new_tokens,
             batch_size=scale.batch_size,
-            temperature=temperature,
+            sampling=Sampling(temperature),
             seed=WORKERS * seed + rank,
         )
         is_shown = rank == 0 and sys.stderr.isatty()

@@ -14,15 +14,16 @@ from dflash.common.json_text import parsed_json
 from dflash.common.messages import first_line, is_out_of_memory
 from dflash.dialects import dialect_of
 
-from .engine_readings import Config, Reading, decoder_fields, either, meant, nested_fields, whole_number
+from .engine_readings import Config, Reading, decoder_fields, either, mapping, meant, nested_fields, whole_number
 
 
 CONFIG = "config.json"
 # Files of a drafter that the rules look at, and of a target.
-DRAFTER_FILES = ("*.json", "*.safetensors", "*.py", "mask_embedding.pt")
-TARGET_FILES = (CONFIG, "generation_config.json", "tokenizer.json")
+DRAFTER_FILES = ["*.json", "*.safetensors", "*.py", "mask_embedding.pt"]
+TARGET_FILES = [CONFIG, "generation_config.json", "tokenizer.json"]
 
 PIECE = 2**24  # values that are read at once
+SPECIAL_TOKENS = ("eos_token_id", "pad_token_id", "bos_token_id")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Checkpoint:
         return whole_number(self.fields.get(name))
 
     def either(self, name: str) -> Any:
-        """A field of `dflash_config` or of the top level, whichever says something."""
+        """A field of `dflash_config` or of the top level, whichever is not null."""
         return either(self.config, name)
 
     def own_number(self, name: str) -> int | None:
@@ -85,7 +86,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetFiles:
     """A target's config, with the fields of its text part, and what its tokenizer says of ids."""
 
     name: str
@@ -96,24 +97,24 @@ class Target:
 
 
 def read_checkpoint(drafter: str | os.PathLike[str]) -> Checkpoint:
-    """The config, the file names and the tensor headers of a folder or Hub id; an unreadable file is noted as such."""
+    """The config, the file names and the tensor headers of a folder or Hub id; files that cannot be read are in `unreadable`."""
     folder = Path(drafter).expanduser()
     name = folder.absolute().name
     if not folder.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(drafter)):
-        folder = downloaded(str(drafter), "drafter", DRAFTER_FILES)
+        folder = downloaded(str(drafter), "drafter", allow_patterns=DRAFTER_FILES)
     if fault := adapter_fault(folder):
         raise ValueError(f"{folder} {fault}")
-    config = read_json(
-        folder / CONFIG, f"{folder} is no checkpoint: give the folder that holds a drafter's config.json."
-    )
+    absent = f"{folder} is no checkpoint: give the folder that holds a drafter's config.json."
+    config = read_json(folder / CONFIG, absent)
     files = tuple(sorted(path.name for path in folder.iterdir() if path.is_file()))
     tensors: dict[str, Tensor] = {}
     unreadable: dict[str, str] = {}
-    for file in (file for file in files if file.endswith(".safetensors")):
-        try:
-            tensors |= safetensors_header(folder / file)
-        except ValueError as error:
-            unreadable[file] = str(error)
+    for file in files:
+        if file.endswith(".safetensors"):
+            try:
+                tensors |= safetensors_header(folder / file)
+            except ValueError as error:
+                unreadable[file] = str(error)
     return Checkpoint(name, folder, config, files, tensors, unreadable)
 
 
@@ -138,17 +139,19 @@ def safetensors_header(path: Path) -> dict[str, Tensor]:
         if size < 8 or length > size - 8:
             raise ValueError(f"its header says {length} bytes and the file has {size}")
         try:
-            entries = {name: entry for name, entry in json.loads(file.read(length)).items() if name != "__metadata__"}
-            found = {
-                name: Tensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), path.name)
-                for name, entry in entries.items()
-            }
-            missing = 8 + length - size + max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+            entries = json.loads(file.read(length))
+            entries.pop("__metadata__", None)
+            end = 0
+            tensors = {}
+            for name, entry in entries.items():
+                tensors[name] = Tensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), path.name)
+                end = max(end, int(entry["data_offsets"][1]))
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise ValueError(f"its header is not that of a safetensors file ({type(error).__name__})") from error
+    missing = 8 + length + end - size
     if missing > 0:
         raise ValueError(f"it is truncated: {missing} bytes are missing")
-    return found
+    return tensors
 
 
 def is_finite(path: Path, name: str) -> bool:
@@ -171,35 +174,39 @@ def is_finite(path: Path, name: str) -> bool:
         ) from error
 
 
-def read_target(name: str) -> Target:
+def read_target(name: str) -> TargetFiles:
     """A target's folder, or the JSON files of a Hub id."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        folder = downloaded(name, "target", TARGET_FILES)
+    folder = local_folder(name, "target", allow_patterns=TARGET_FILES)
     absent = f"The target {name} holds no config.json: give its folder or its id on the Hub."
-    whole = read_json(folder / CONFIG, absent)
-    inner = whole.get("text_config")
-    config = {**whole, **inner} if isinstance(inner, dict) else whole
+    config = read_json(folder / CONFIG, absent)
+    config |= mapping(config.get("text_config"))
     stop_ids = token_ids(config.get("eos_token_id"))
-    if (folder / "generation_config.json").is_file():
-        stop_ids |= token_ids(read_json(folder / "generation_config.json", absent).get("eos_token_id"))
+    generation_config = folder / "generation_config.json"
+    if generation_config.is_file():
+        stop_ids |= token_ids(read_json(generation_config, absent).get("eos_token_id"))
     token_of, ordinary = _vocabulary(folder / "tokenizer.json")
-    return Target(name, config, stop_ids, token_of, ordinary)
+    return TargetFiles(name, config, stop_ids, token_of, ordinary)
 
 
-def downloaded(name: str, what: str, files: tuple[str, ...], revision: str | None = None) -> Path:
-    """The folder of a Hub id's files; ValueError if they cannot be fetched."""
+def local_folder(name: str | os.PathLike[str], what: str, **options: Any) -> Path:
+    """The folder of this name, or else that of [`downloaded`]."""
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else downloaded(str(name), what, **options)
+
+
+def downloaded(name: str, what: str, **options: Any) -> Path:
+    """The folder of a Hub id's files, as `snapshot_download` fetches them with `options`; ValueError if it cannot."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
+        return Path(snapshot_download(name, **options))
     except Exception as error:
         reason = f"is no folder and cannot be fetched from the Hub ({first_line(error)})"
         raise ValueError(f"The {what} {name} {reason}: give its folder.") from error
 
 
 def token_ids(value: Any) -> frozenset[int]:
-    """The ids of a field that holds one, several or none."""
+    """The ids of a field that holds an id, a list of ids or nothing."""
     items = value if isinstance(value, list) else [value]
     return frozenset(item for item in items if whole_number(item) is not None)
 
@@ -209,11 +216,16 @@ def _vocabulary(path: Path) -> tuple[dict[int, str], frozenset[int]]:
     if not path.is_file():
         return {}, frozenset()
     tokenizer = read_json(path, "")
-    model = tokenizer.get("model")
-    words = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(words, list):  # unigram: [token, score] at its id
-        words = {item[0]: index for index, item in enumerate(words) if isinstance(item, list) and item}
-    token_of = {index: str(token) for token, index in words.items()} if isinstance(words, dict) else {}
-    added = [entry for entry in tokenizer.get("added_tokens") or () if isinstance(entry, dict) and "id" in entry]
-    ordinary = frozenset(token_of) - {entry["id"] for entry in added if entry.get("special")}
-    return token_of | {entry["id"]: str(entry.get("content")) for entry in added}, ordinary
+    token_of: dict[int, str] = {}
+    words = mapping(tokenizer.get("model")).get("vocab")
+    if isinstance(words, Mapping):
+        token_of = {index: str(token) for token, index in words.items()}
+    elif isinstance(words, list):  # unigram: [token, score] at its id
+        token_of = {index: str(item[0]) for index, item in enumerate(words) if isinstance(item, list) and item}
+    ordinary = set(token_of)
+    for entry in tokenizer.get("added_tokens") or ():
+        if isinstance(entry, dict) and "id" in entry:
+            token_of[entry["id"]] = str(entry.get("content"))
+            if entry.get("special"):
+                ordinary.discard(entry["id"])
+    return token_of, frozenset(ordinary)

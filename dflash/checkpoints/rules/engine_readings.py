@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from dflash.dialects import ASSISTANT, SPECULATORS, dialect_of
+from dflash.dialects import ASSISTANT, SPECULATORS, dialect_of, is_list_of_layers, rope_theta
+from dflash.model.configuration_dflash import is_whole_number
 
 
 Config = Mapping[str, Any]
@@ -50,46 +51,47 @@ class Reading:
     attention: tuple[LayerAttention, ...]
 
 
+def mapping(value: Any) -> Config:
+    """`value` if it is a JSON object, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def nested_fields(config: Config) -> Config:
     """`dflash_config`, empty if there is none."""
-    nested = config.get("dflash_config")
-    return nested if isinstance(nested, Mapping) else {}
+    return mapping(config.get("dflash_config"))
 
 
 def nested_first(config: Config, name: str) -> Any:
     """A field of `dflash_config`, else of the top level. A null in `dflash_config` hides the top level."""
-    nested = nested_fields(config)
-    return nested[name] if name in nested else config.get(name)
+    return nested_fields(config).get(name, config.get(name))
 
 
 def either(config: Config, name: str) -> Any:
-    """A field of `dflash_config` or of the top level, whichever says something."""
+    """A field of `dflash_config` or of the top level, whichever is not null."""
     value = nested_fields(config).get(name)
     return config.get(name) if value is None else value
 
 
 def whole_number(value: Any) -> int | None:
     """`value` if it is an integer."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if is_whole_number(value) else None
 
 
 def layer_ids(value: Any, offset: int = 0) -> tuple[int, ...] | None:
     """A list of integers, each moved by `offset`; `None` for anything else."""
-    if not value or not isinstance(value, (list, tuple)) or any(whole_number(item) is None for item in value):
-        return None
-    return tuple(item + offset for item in value)
+    return tuple(index + offset for index in value) if value and is_list_of_layers(value) else None
 
 
 def decoder_fields(config: Config) -> Config:
     """The fields of the drafter's own layers: the whole config, or the part that speculators keeps them in."""
-    inner = config.get("transformer_layer_config")
-    return inner if isinstance(inner, Mapping) else config
+    layer = config.get("transformer_layer_config")
+    return layer if isinstance(layer, Mapping) else config
 
 
 def num_layers(config: Config) -> int:
     """The drafter's depth; 0 where the config does not say. Beyond a thousand is a typing error, not a drafter."""
-    depth = whole_number(decoder_fields(config).get("num_hidden_layers"))
-    return depth if depth is not None and 0 < depth <= 1000 else 0
+    depth = whole_number(decoder_fields(config).get("num_hidden_layers")) or 0
+    return depth if 0 < depth <= 1000 else 0
 
 
 def declared_layer_types(config: Config) -> list[str] | None:
@@ -97,7 +99,7 @@ def declared_layer_types(config: Config) -> list[str] | None:
     types = decoder_fields(config).get("layer_types")
     if not isinstance(types, list) or len(types) != num_layers(config):
         return None
-    return [str(item) for item in types]
+    return list(map(str, types))
 
 
 def transformers_window(config: Config) -> int | None:
@@ -110,27 +112,23 @@ def transformers_window(config: Config) -> int | None:
 
 def transformers_layer_types(config: Config) -> list[str]:
     """`layer_types` as Qwen3Config reads them: if absent, layers from `max_window_layers` (28) on are sliding."""
-    declared, depth = declared_layer_types(config), num_layers(config)
+    declared = declared_layer_types(config)
     if declared is not None:
         return declared
-    first = whole_number(decoder_fields(config).get("max_window_layers"))
-    first = depth if transformers_window(config) is None else 28 if first is None else first
-    return ["sliding_attention" if layer >= first else "full_attention" for layer in range(depth)]
-
-
-def rope_theta(config: Config) -> float | None:
-    """The rotary base in either spelling; that of transformers 5 wins, as there."""
-    fields = decoder_fields(config)
-    parameters = fields.get("rope_parameters")
-    newer = parameters.get("rope_theta") if isinstance(parameters, Mapping) else None
-    theta = fields.get("rope_theta") if newer is None else newer
-    return float(theta) if isinstance(theta, (int, float)) and not isinstance(theta, bool) else None
+    num_full = num_layers(config)
+    if transformers_window(config) is not None:
+        first = whole_number(decoder_fields(config).get("max_window_layers"))
+        num_full = 28 if first is None else first
+    return ["sliding_attention" if layer >= num_full else "full_attention" for layer in range(num_layers(config))]
 
 
 def _own_fields(look: Callable[[str], Any]) -> dict[str, Any]:
-    """The block, the mask and the taps of a [`Reading`], each found by `look`."""
-    numbers = {name: whole_number(look(name)) for name in ("block_size", "mask_token_id")}
-    return {**numbers, "target_layer_ids": layer_ids(look("target_layer_ids"))}
+    """The block, the mask and the taps of a [`Reading`], each read by `look`."""
+    return {
+        "block_size": whole_number(look("block_size")),
+        "mask_token_id": whole_number(look("mask_token_id")),
+        "target_layer_ids": layer_ids(look("target_layer_ids")),
+    }
 
 
 def meant(config: Config) -> Reading:
@@ -140,28 +138,33 @@ def meant(config: Config) -> Reading:
         own["target_layer_ids"] = layer_ids(config.get("aux_hidden_state_layer_ids"), offset=-1)
     elif own["target_layer_ids"] is None:
         own["target_layer_ids"] = layer_ids(config.get("eagle_aux_hidden_state_layer_ids"), offset=-1)
-    return Reading(**own, rope_theta=rope_theta(config), attention=_meant_attention(config))
+    return Reading(**own, rope_theta=rope_theta(decoder_fields(config)), attention=_meant_attention(config))
 
 
-def _attention(types: list[str], window: int | None, is_causal: bool | None) -> tuple[LayerAttention, ...]:
-    """Layers of which the sliding ones have the window, all causal or none; of `None` the sliding ones are."""
-    return tuple(
-        LayerAttention(is_sliding if is_causal is None else is_causal, window if is_sliding else None)
-        for is_sliding in (name == "sliding_attention" for name in types)
-    )
+def _attention(types: list[str], window: int | None, is_causal: Any) -> tuple[LayerAttention, ...]:
+    """Layers of which the sliding ones have the window, all causal or none; if that is `None` the sliding ones are."""
+    layers = []
+    for name in types:
+        is_sliding = name == "sliding_attention"
+        is_layer_causal = is_sliding if is_causal is None else bool(is_causal)
+        layers.append(LayerAttention(is_layer_causal, window if is_sliding else None))
+    return tuple(layers)
+
+
+def _declared_types(config: Config) -> list[str]:
+    return declared_layer_types(config) or ["full_attention"] * num_layers(config)
 
 
 def _meant_attention(config: Config) -> tuple[LayerAttention, ...]:
     kind = dialect_of(dict(config))
+    types = _declared_types(config)
     window = whole_number(decoder_fields(config).get("sliding_window"))
-    types = declared_layer_types(config) or ["full_attention"] * num_layers(config)
     if kind == ASSISTANT:
         return _attention(types, window, False)
     if kind == SPECULATORS:  # sliding layers are causal unless it says otherwise; full layers never are
-        return _attention(types, window, False if config.get("sliding_window_non_causal", False) else None)
-    causal_head = nested_fields(config).get("causal_head")  # JetSpec's, which no engine reads
-    if causal_head is not None and config.get("is_causal") is None:
-        config = {**config, "is_causal": causal_head}
+        return _attention(types, window, False if config.get("sliding_window_non_causal") else None)
+    if config.get("is_causal") is None:  # JetSpec's name, which no engine reads
+        config = {**config, "is_causal": nested_fields(config).get("causal_head")}
     return _vllm_attention(config, types, window)
 
 
@@ -169,8 +172,8 @@ def _vllm_attention(config: Config, types: list[str], sliding_window: int | None
     """A declared causality holds for all layers, else sliding ones are causal; `use_swa` gives all the window."""
     nested = nested_fields(config)
     window = whole_number(nested.get("swa_window_size")) or sliding_window
-    declared = config.get("is_causal") if config.get("is_causal") is not None else nested.get("causal")
-    layers = _attention(types, window, None if declared is None else bool(declared))
+    is_causal = config.get("is_causal")
+    layers = _attention(types, window, nested.get("causal") if is_causal is None else is_causal)
     if nested.get("use_swa") and "sliding_attention" not in types:
         return tuple(replace(layer, window=window) for layer in layers)
     return layers
@@ -180,13 +183,16 @@ def _read_as_vllm(config: Config) -> Reading:
     """vLLM: ids that count from the embedding, else `dflash_config`, else the top level. The user gives the block."""
     published = meant(config)
     if dialect_of(dict(config)) == SPECULATORS:
-        flag = not config.get("sliding_window_non_causal", True)  # one flag, for full layers too
-        return replace(published, attention=tuple(LayerAttention(flag, layer.window) for layer in published.attention))
+        is_causal = not config.get("sliding_window_non_causal", True)  # one flag, for full layers too
+        attention = tuple(replace(layer, is_causal=is_causal) for layer in published.attention)
+        return replace(published, attention=attention)
+    states = config.get("eagle_aux_hidden_state_layer_ids")
+    nested = nested_fields(config).get("target_layer_ids")
     return replace(
         published,
         mask_token_id=whole_number(nested_first(config, "mask_token_id")),
-        target_layer_ids=layer_ids(config.get("eagle_aux_hidden_state_layer_ids"), offset=-1)
-        or layer_ids(nested_fields(config).get("target_layer_ids"))
+        target_layer_ids=layer_ids(states, offset=-1)
+        or layer_ids(nested)
         or layer_ids(config.get("target_layer_ids")),
         attention=_vllm_attention(config, transformers_layer_types(config), transformers_window(config)),
     )
@@ -194,9 +200,8 @@ def _read_as_vllm(config: Config) -> Reading:
 
 def _read_as_sglang(config: Config) -> Reading:
     """SGLang: `dflash_config`, then the top level; `causal`, `use_swa` and `swa_window_size` are not looked at."""
-    declared = config.get("is_causal")
-    types, window = transformers_layer_types(config), transformers_window(config)
-    attention = _attention(types, window, None if declared is None else bool(declared))
+    window = transformers_window(config)
+    attention = _attention(transformers_layer_types(config), window, config.get("is_causal"))
     return replace(meant(config), **_own_fields(partial(nested_first, config)), attention=attention)
 
 
@@ -204,18 +209,17 @@ def _read_as_trtllm(config: Config) -> Reading:
     """TensorRT-LLM: ids from `dflash_config` alone, sorted; sliding layers causal, `is_causal` not read."""
     nested = nested_fields(config)
     taps = layer_ids(nested.get("target_layer_ids"))
-    swa_window = whole_number(nested.get("swa_window_size")) if nested.get("use_swa") else None
+    window = whole_number(nested.get("swa_window_size"))
     attention = _attention(transformers_layer_types(config), transformers_window(config), None)
-    if swa_window is not None:
-        attention = (LayerAttention(False, swa_window),) * num_layers(config)
+    if nested.get("use_swa") and window is not None:
+        attention = (LayerAttention(False, window),) * num_layers(config)
     return replace(meant(config), target_layer_ids=taps and tuple(sorted(taps)), attention=attention)
 
 
 def _read_as_mlx(config: Config) -> Reading:
     """MLX: the block and the rotary base from the top level, the rest from `dflash_config`; sliding layers causal."""
     own = _own_fields(nested_fields(config).get) | {"block_size": whole_number(config.get("block_size"))}
-    types = declared_layer_types(config) or ["full_attention"] * num_layers(config)
-    attention = _attention(types, whole_number(config.get("sliding_window")), None)
+    attention = _attention(_declared_types(config), whole_number(config.get("sliding_window")), None)
     return Reading(**own, rope_theta=rope_theta({"rope_theta": config.get("rope_theta")}), attention=attention)
 
 

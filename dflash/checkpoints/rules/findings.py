@@ -53,8 +53,8 @@ def shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def summary(found: list[str]) -> str:
+def summary(tensors: list[str]) -> str:
     """A few tensor names in one line: layer numbers folded, and how many there are."""
-    folded = list(dict.fromkeys(re.sub(r"\blayers\.\d+\.", "layers.*.", name) for name in found))
+    folded = list(dict.fromkeys(re.sub(r"\blayers\.\d+\.", "layers.*.", name) for name in tensors))
     more = f" and {len(folded) - 3} more kinds" if len(folded) > 3 else ""
     return ", ".join(folded[:3]) + more

@@ -1,7 +1,7 @@
 """The findings of all rules, and what each engine would make of the checkpoint."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from inspect import isgeneratorfunction
 from pathlib import Path
@@ -14,12 +14,12 @@ from .engine_readings import ENGINES
 from .findings import ALL, SEVERITIES, VERDICT_OF, Finding
 
 
-def _rules(*modules: ModuleType) -> list[Callable[..., Iterator[Finding]]]:
+def _rules(*modules: ModuleType) -> Iterator[Callable[..., Iterator[Finding]]]:
     """The public generator functions of modules, in the order in which they are written."""
-    own = [
-        one for module in modules for one in vars(module).values() if getattr(one, "__module__", "") == module.__name__
-    ]
-    return [one for one in own if isgeneratorfunction(one) and not one.__name__.startswith("_")]
+    for module in modules:
+        for name, value in vars(module).items():
+            if isgeneratorfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
+                yield value
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,16 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The report as JSON can hold it; a verdict names its rules."""
+        verdicts = []
+        for verdict in self.verdicts:
+            because = [{"rule": f.rule, "field": f.field, "fix": f.fix} for f in verdict.findings]
+            verdicts.append({"engine": verdict.engine, "verdict": verdict.verdict, "because": because})
         return {
             "folder": str(self.folder),
             "dialect": self.dialect,
             "target": self.target,
             "ok": self.is_ok,
-            "verdicts": [
-                {
-                    "engine": verdict.engine,
-                    "verdict": verdict.verdict,
-                    "because": [{"rule": f.rule, "field": f.field, "fix": f.fix} for f in verdict.findings],
-                }
-                for verdict in self.verdicts
-            ],
+            "verdicts": verdicts,
             "findings": [{**asdict(finding), "engines": list(finding.engines)} for finding in self.findings],
         }
 
@@ -83,39 +80,56 @@ def check(folder: str | os.PathLike[str], target: str | None = None, engines: tu
         >>> report = check("drafter-DFlash", target="Qwen/Qwen3-8B")
         >>> print([verdict.engine for verdict in report.verdicts if verdict.verdict == "works"])
     """
-    if unknown := set(engines) - set(ENGINES):
-        raise ValueError(f"{', '.join(sorted(unknown))} is no engine (--engine): name one of {', '.join(ENGINES)}.")
+    unknown = sorted(set(engines) - set(ENGINES))
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} is no engine (--engine): name one of {', '.join(ENGINES)}.")
     checkpoint = read_checkpoint(folder)
-    asked = [(rule.__name__, rule(checkpoint)) for rule in _rules(config_rules, weight_rules, file_rules)]
+    findings = _findings(_rules(config_rules, weight_rules, file_rules), checkpoint)
     if target is not None:
-        read = read_target(target)
-        asked += [(rule.__name__, rule(checkpoint, read)) for rule in _rules(pair_rules)]
-    found = [replace(finding, rule=name.replace("_", "-")) for name, findings in asked for finding in findings]
-    findings = _without_repeats([finding for finding in found if set(finding.engines) & set(engines)])
-    verdicts = []
-    for engine in engines:  # fails for an error, degraded for a warning
-        mine = tuple(one for one in findings if engine in one.engines and one.severity != "note")
-        verdicts.append(Verdict(engine, ENGINES[engine], VERDICT_OF[mine[0].severity if mine else "note"], mine))
-    return Report(checkpoint.name, checkpoint.folder, checkpoint.form, target, tuple(findings), tuple(verdicts))
+        findings += _findings(_rules(pair_rules), checkpoint, read_target(target))
+    findings = _without_repeats([finding for finding in findings if set(finding.engines) & set(engines)])
+    return Report(
+        checkpoint.name,
+        checkpoint.folder,
+        checkpoint.form,
+        target,
+        tuple(findings),
+        tuple(_verdict(engine, findings) for engine in engines),
+    )
 
 
-def _without_repeats(found: list[Finding]) -> list[Finding]:
-    """Worst first, nothing said twice.
+def _verdict(engine: str, findings: Iterable[Finding]) -> Verdict:
+    """What follows for an engine from findings, the worst first: it fails for an error and is degraded for a warning."""
+    causes = [finding for finding in findings if engine in finding.engines and finding.severity != "note"]
+    severity = causes[0].severity if causes else "note"
+    return Verdict(engine, ENGINES[engine], VERDICT_OF[severity], tuple(causes))
+
+
+def _findings(rules: Iterable[Callable[..., Iterator[Finding]]], *checked: Any) -> list[Finding]:
+    """What the rules find, each finding with the name of its rule."""
+    return [replace(finding, rule=rule.__name__.replace("_", "-")) for rule in rules for finding in rule(*checked)]
+
+
+def _without_repeats(findings: list[Finding]) -> list[Finding]:
+    """The findings, worst first, and none twice.
 
     A reading is left out for an engine that a rule fails for the same field, and the library's own refusal where
     anything else already fails there.
     """
-    errors = [finding for finding in found if finding.severity == "error"]
-    said = {(engine, f.field) for f in errors if f.rule != "reading" for engine in f.engines}
-    is_refused = any("remote-code" in f.engines and f.rule not in ("library", "code") for f in errors)
-    kept = []
-    for finding in found:
+    failing: set[tuple[str, str]] = set()
+    is_refused = False
+    for finding in findings:
+        if finding.severity == "error" and finding.rule != "reading":
+            failing.update((engine, finding.field) for engine in finding.engines)
+        if finding.severity == "error" and finding.rule not in ("library", "code"):
+            is_refused = is_refused or "remote-code" in finding.engines
+    once = []
+    for finding in findings:
+        engines = finding.engines
         if finding.rule == "library" and is_refused:
             continue
         if finding.rule == "reading":
-            engines = tuple(engine for engine in finding.engines if (engine, finding.field) not in said)
-            if not engines:
-                continue
-            finding = replace(finding, engines=engines)
-        kept.append(finding)
-    return sorted(kept, key=lambda finding: SEVERITIES.index(finding.severity))
+            engines = tuple(engine for engine in engines if (engine, finding.field) not in failing)
+        if engines:
+            once.append(replace(finding, engines=engines))
+    return sorted(once, key=lambda finding: SEVERITIES.index(finding.severity))

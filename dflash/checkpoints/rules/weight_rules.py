@@ -27,26 +27,47 @@ def tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     missing = [name for name in expected if name not in stored]
     if missing:
-        why = "loaders fill these at random or not at all, and the drafter proposes nothing useful."
-        fix = "save them, or correct the config that asks for them."
-        yield error(summary(missing), None, why, fix, file=WEIGHTS)
+        yield error(
+            summary(missing),
+            None,
+            "loaders fill these at random or not at all, and the drafter proposes nothing useful.",
+            "save them, or correct the config that asks for them.",
+            file=WEIGHTS,
+        )
     for name, shape in expected.items():
         tensor = checkpoint.tensors.get(stored.get(name, name))
         if tensor is not None and tensor.shape != shape:
-            why = f"the config asks for {list(shape)}" + _shape_hint(name, tensor.shape, checkpoint) + "."
-            fix = "correct the config: the weights are what was trained."
-            yield error(name, list(tensor.shape), why, fix, file=tensor.file)
-    known = [f"^{re.escape(name)}$" for name in (*expected, *OWN_VOCABULARY)]
-    known += COPIES_OF_THE_TARGET.get(checkpoint.form, [])
-    extra = [name for key, name in stored.items() if not any(re.search(pattern, key) for pattern in known)]
+            yield error(
+                name,
+                list(tensor.shape),
+                f"the config asks for {list(shape)}{_shape_hint(name, tensor.shape, checkpoint)}.",
+                "correct the config: the weights are what was trained.",
+                file=tensor.file,
+            )
+    yield from _extra_tensors(checkpoint, stored, expected)
+
+
+def _extra_tensors(
+    checkpoint: Checkpoint, stored: dict[str, str], expected: dict[str, tuple[int, ...]]
+) -> Iterator[Finding]:
+    """Tensors that the config does not ask for; `stored` are names in the files by portable name."""
+    copies = COPIES_OF_THE_TARGET.get(checkpoint.form, [])
+    unknown = set(stored) - set(expected) - set(OWN_VOCABULARY)
+    extra = [stored[key] for key in stored if key in unknown and not any(re.search(copy, key) for copy in copies)]
     if extra:
         why = "vLLM, MLX and this package refuse tensors that they do not know; SGLang and TensorRT-LLM drop them."
-        fix = "leave it out."
-        yield error(summary(extra), None, why, fix, ("remote-code", "vllm", "mlx"), checkpoint.tensors[extra[0]].file)
+        engines = ("remote-code", "vllm", "mlx")
+        yield error(summary(extra), None, why, "leave it out.", engines, checkpoint.tensors[extra[0]].file)
     own = [name for name in OWN_VOCABULARY if name in stored and name not in expected]
     if own and checkpoint.form == ZLAB:
-        why = "MLX and this package refuse an embedding or head of the drafter's own; all others but vLLM ignore it."
-        yield error(summary(own), None, why, "leave it out.", ("remote-code", "mlx"), WEIGHTS)
+        yield error(
+            summary(own),
+            None,
+            "MLX and this package refuse an embedding or head of the drafter's own; all others but vLLM ignore it.",
+            "leave it out.",
+            ("remote-code", "mlx"),
+            WEIGHTS,
+        )
 
 
 def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
@@ -75,12 +96,18 @@ def _foreign_names(checkpoint: Checkpoint) -> Iterator[Finding]:
     prefixed = [name for name in checkpoint.tensors if name.startswith("model.")]
     if prefixed:
         why = "vLLM puts `model.` before every name, and MLX knows the names without it."
-        fix = f"{CONVERT}."
-        yield error(summary(prefixed), None, why, fix, ("vllm", "mlx", "native"), checkpoint.tensors[prefixed[0]].file)
+        file = checkpoint.tensors[prefixed[0]].file
+        yield error(summary(prefixed), None, why, f"{CONVERT}.", ("vllm", "mlx", "native"), file)
     aliased = [name for name in ALIASES if name in checkpoint.tensors]
     if aliased:
-        why = "TensorRT-LLM drops these names and MLX refuses them."
-        yield error(summary(aliased), None, why, f"{CONVERT}.", ("trtllm", "mlx"), WEIGHTS)
+        yield error(
+            summary(aliased),
+            None,
+            "TensorRT-LLM drops these names and MLX refuses them.",
+            f"{CONVERT}.",
+            ("trtllm", "mlx"),
+            WEIGHTS,
+        )
 
 
 def _shape_hint(name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> str:
@@ -94,11 +121,16 @@ def _shape_hint(name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> st
 
 def finite(checkpoint: Checkpoint) -> Iterator[Finding]:
     """No weight that is NaN or infinite."""
-    stored = checkpoint.tensors.items()
-    broken = [name for name, tensor in stored if not is_finite(checkpoint.folder / tensor.file, name)]
+    tensors = checkpoint.tensors
+    broken = [name for name in tensors if not is_finite(checkpoint.folder / tensors[name].file, name)]
     if broken:
-        why = "NaN or infinite weights make everything that is computed from them NaN."
-        yield error(summary(broken), None, why, RETRAIN, file=checkpoint.tensors[broken[0]].file)
+        yield error(
+            summary(broken),
+            None,
+            "NaN or infinite weights make everything that is computed from them NaN.",
+            RETRAIN,
+            file=tensors[broken[0]].file,
+        )
 
 
 def _is_quantised(name: str, dtype: str) -> bool:
@@ -109,26 +141,52 @@ def _is_quantised(name: str, dtype: str) -> bool:
 def dtype(checkpoint: Checkpoint) -> Iterator[Finding]:
     """One dtype, the one that the config names."""
     config = checkpoint.config
-    found = {DTYPES[tensor.dtype] for tensor in checkpoint.tensors.values() if tensor.dtype in DTYPES}
-    declared = config.get("dtype") or config.get("torch_dtype")
     if config.get("quantization_config"):
-        why = "vLLM before 0.33 corrupts the context of a quantised drafter, and MLX quantises by itself."
-        yield note("quantization_config", "…", why, "use vLLM 0.33 or newer.", ("vllm",))
+        yield note(
+            "quantization_config",
+            "…",
+            "vLLM before 0.33 corrupts the context of a quantised drafter, and MLX quantises by itself.",
+            "use vLLM 0.33 or newer.",
+            ("vllm",),
+        )
         yield error("quantization_config", "…", "MLX reads plain weights.", "convert from the plain ones.", ("mlx",))
         return
-    if integers := [name for name, tensor in checkpoint.tensors.items() if _is_quantised(name, tensor.dtype)]:
-        why = "these weights are stored as integers, and no quantization_config says what they mean."
-        fix = "save the weights that were trained, as bfloat16."
-        yield error(summary(integers), checkpoint.tensors[integers[0]].dtype, why, fix, ALL, WEIGHTS)
+    integers = [name for name, tensor in checkpoint.tensors.items() if _is_quantised(name, tensor.dtype)]
+    if integers:
+        yield error(
+            summary(integers),
+            checkpoint.tensors[integers[0]].dtype,
+            "these weights are stored as integers, and no quantization_config says what they mean.",
+            "save the weights that were trained, as bfloat16.",
+            ALL,
+            WEIGHTS,
+        )
+    stored = sorted({DTYPES[tensor.dtype] for tensor in checkpoint.tensors.values() if tensor.dtype in DTYPES})
+    declared = config.get("dtype") or config.get("torch_dtype")
     if declared is None:
-        why = "transformers 4.57 then loads float32, twice the memory."
-        yield note("dtype", None, why, "write the stored dtype as dtype and torch_dtype.", TRANSFORMERS)
-    elif found and str(declared).removeprefix("torch.") not in found:
-        why = f"the weights are stored as {', '.join(sorted(found))}."
-        yield warning("dtype", declared, why, "write the stored dtype, or save again.", ALL)
-    if len(found) > 1:
-        why = "loaders cast all to one dtype."
-        yield note("dtype", sorted(found), why, "save in one dtype.", ALL, WEIGHTS)
-    if found & {"float32", "float64"}:
-        why = "the file is twice as large as it need be, and engines cast it to bfloat16."
-        yield note("dtype", sorted(found), why, "save in bfloat16.", ALL, WEIGHTS)
+        yield note(
+            "dtype",
+            None,
+            "transformers 4.57 then loads float32, twice the memory.",
+            "write the stored dtype as dtype and torch_dtype.",
+            TRANSFORMERS,
+        )
+    elif stored and str(declared).removeprefix("torch.") not in stored:
+        yield warning(
+            "dtype",
+            declared,
+            f"the weights are stored as {', '.join(stored)}.",
+            "write the stored dtype, or save again.",
+            ALL,
+        )
+    if len(stored) > 1:
+        yield note("dtype", stored, "loaders cast all to one dtype.", "save in one dtype.", ALL, WEIGHTS)
+    if {"float32", "float64"} & set(stored):
+        yield note(
+            "dtype",
+            stored,
+            "the file is twice as large as it need be, and engines cast it to bfloat16.",
+            "save in bfloat16.",
+            ALL,
+            WEIGHTS,
+        )

@@ -7,7 +7,7 @@ script.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,12 +18,19 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dflash.drafter import DFlashConfig, DFlashDraftModel
+from dflash.evaluation import (
+    GREEDY,
+    NATIVE,
+    PLAIN,
+    VARIANTS,
+    Measurement,
+    Prompt,
+    allocated_memory,
+    compare,
+    timed_blocks,
+    timed_generate,
+)
 from dflash.model.configuration_dflash import default_target_layer_ids
-
-from .measurements import Measurement, Prompt, compare
-from .memory import allocated_memory
-from .methods import GREEDY, NATIVE, PLAIN, VARIANTS, Method
-from .timing import timed_blocks, timed_generate
 
 
 EAGERLY = "dflash eager"
@@ -292,9 +299,11 @@ def milliseconds(measurement: Measurement) -> dict[str, float]:
 
 def _ways(
     target: Any, drafter: Any, new_tokens: int, methods: Sequence[str], plain: dict[str, Any], ours: dict[str, Any]
-) -> dict[str, Method]:
+) -> dict[str, Callable[..., Any]]:
     """Plain decoding with the keywords `plain`, and variants of ours with the keywords `ours`."""
-    ways: dict[str, Method] = {PLAIN: partial(timed_generate, target, max_new_tokens=new_tokens, **GREEDY, **plain)}
+    ways: dict[str, Callable[..., Any]] = {
+        PLAIN: partial(timed_generate, target, max_new_tokens=new_tokens, **GREEDY, **plain)
+    }
     for name in methods:
         if name == NATIVE:
             native = {"assistant_model": drafter, "speculation_type": "dflash"}

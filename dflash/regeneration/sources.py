@@ -1,0 +1,82 @@
+"""Sources of an adaptation: files of answers are used as they are, and the target answers the others first."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from dflash.common.manifest import manifest_path
+from dflash.common.processes import Processes
+from dflash.training import Trace, read_rows
+
+from .answer_file import check_answer_file
+from .run import RegenerationRun, regenerate_data
+from .settings import RegenerationSettings
+from .target_writer import TargetWriter
+
+
+def answer_sources(
+    sources: Mapping[str, str],
+    folder: Path,
+    load: Callable[[], tuple[TargetWriter, Any]],
+    settings: RegenerationSettings,
+    target_name: str,
+    overwrite: bool = False,
+    announce: Callable[[str], None] = lambda sentence: None,
+    watch: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[str]:
+    """The sources, each that holds no answers replaced by a trace of the target's own, which a pair writes into `folder`.
+
+    Answers that an earlier call began are completed.
+
+    Args:
+        sources: Files, folders or Hub ids by the names of their traces.
+        folder: Holds the answers and the traces; made if it is not there.
+        load: Gives the writer, with a drafter, and the tokenizer. Called if a source holds no answers.
+        settings: The rows to answer, and how.
+        target_name: The target's name, for the record.
+        overwrite: Answer all again.
+        announce: Told in a sentence what is answered, and what came of it.
+        watch: A context for each source, whose value has `begin` and `row`: `on_begin` and `on_done` of a [`RegenerationRun`].
+
+    Raises:
+        ValueError: for a source that cannot be read or that is streamed although it holds answers, or as [`regenerate_data`].
+    """
+    has_answers = {source: _has_answers(source, settings) for source in sources.values()}
+    if all(has_answers.values()):
+        return list(sources.values())
+    processes = Processes()
+    writer, tokenizer = load()
+    folder.mkdir(parents=True, exist_ok=True)
+    places = []
+    for name, source in sources.items():
+        if has_answers[source]:
+            places.append(source)
+            continue
+        answers = folder / f"{name}.jsonl"
+        trace = folder / f"{name}.trace.jsonl"
+        resume = manifest_path(answers).exists() and not overwrite
+        check_answer_file(answers, resume, overwrite)  # before a trace is begun anew
+        writer.trace = Trace(trace, writer.target, tokenizer, target_name, processes.rank, begin=not resume)
+        rest = "what is left of " if resume else ""
+        announce(f"The target answers {rest}{source}, and rejected drafts are recorded, in {trace}.")
+        with watch() as bar:
+            watched = {} if bar is None else {"on_begin": bar.begin, "on_done": bar.row}
+            run = RegenerationRun(processes=processes, target=target_name, **watched)
+            record = regenerate_data(
+                writer, tokenizer, source, answers, settings, resume=resume, overwrite=overwrite, run=run
+            )
+        if processes.is_first:
+            writer.trace.join()
+            announce(record.summary(answers))
+        processes.gather([None])
+        places.append(str(trace))
+    return places
+
+
+def _has_answers(source: str, settings: RegenerationSettings) -> bool:
+    """Whether the first row of a source is an answer or a text of a trace."""
+    row = next(iter(read_rows(source, settings.split, settings.streaming)), {})
+    if settings.streaming and "response_ids" in row:
+        raise ValueError(f"{source} holds answers, which are read whole: leave --streaming out.")
+    return "response_ids" in row

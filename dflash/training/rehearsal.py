@@ -1,0 +1,159 @@
+"""What a run would take, said after a few real steps of it: `dflash train --dry-run`."""
+
+import copy
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from dflash.common.messages import counted
+from dflash.common.stopwatch import seconds_of
+from dflash.model.generation_dflash import generate_blocks
+
+from .loading import Prepared, prepare, prompt_of
+from .run import tracker_options
+from .settings import TrainingSettings
+from .size_estimate import estimate_memory, oversize
+from .sources import Source
+from .trainer import Trainer
+
+
+# Steps that are measured, after one warm-up step.
+MEASURED_STEPS = 3
+
+
+def rehearse(
+    target: str,
+    data: Source | Sequence[Source],
+    settings: TrainingSettings,
+    announce: Callable[[str], None] = lambda sentence: None,
+) -> Iterator[str]:
+    """Lines on what [`train_drafter`] would take with these arguments, of the first process alone; nothing is written.
+
+    The models and the data are loaded, and a few steps are trained and measured, while the lines are read.
+
+    Raises:
+        ValueError: as [`train_drafter`].
+
+    Example:
+        >>> for line in rehearse("Qwen/Qwen3-8B", "chats.jsonl", TrainingSettings(steps=1000)):
+        ...     print(line)
+    """
+    tracker_options(settings, Path())  # refused as the run itself would
+    ready = prepare(target, data, settings, announce)
+    trainer = Trainer(ready.drafter, ready.target, ready.examples, replace(settings, features=None))
+    for lines in (_described(ready, settings, trainer), _measured(trainer)):
+        for line in lines:
+            if trainer.is_first:
+                yield line
+
+
+def _described(ready: Prepared, settings: TrainingSettings, trainer: Trainer) -> Iterator[str]:
+    """What follows from the settings, the data and the shapes."""
+    drafter = ready.drafter
+    config = drafter.config
+    batches = trainer.batches_per_epoch
+    tokens = sum(len(example) for example in ready.examples)
+    supervised = sum(sum(example.mask_array) for example in ready.examples)
+    yield f"recipe    {settings.recipe_text()}: {trainer.rates}, weights {settings.position_weights}"
+    yield f"steps     {trainer.num_steps:,} ({trainer.num_steps / batches:.1f} epochs of {batches:,} batches)"
+    yield (
+        f"data      {counted(len(ready.examples), 'sequence')}, {tokens:,} tokens an epoch, {supervised:,} "
+        f"supervised; {counted(len(ready.held_out), 'held-out prompt')}"
+    )
+    yield (
+        f"drafter   {drafter.num_parameters():,} parameters in {counted(config.num_hidden_layers, 'layer')}, "
+        f"block {config.block_size}, target layers {config.target_layer_ids}; target "
+        f"{ready.target.num_parameters():,} parameters"
+    )
+    too_large = oversize(drafter, ready.target, settings.init is not None)
+    if too_large:
+        yield f"size      {too_large}"
+    yield _memory(trainer)
+    if settings.features is not None:
+        yield f"features  {_bytes(trainer.feature_bytes())} in {settings.features}, written once; measured here online"
+
+
+def _memory(trainer: Trainer) -> str:
+    sizes = estimate_memory(trainer)
+    total = _bytes(sum(sizes.values()))
+    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in sizes.items())
+    return f"memory    about {total} per process, estimated from shapes: {parts}{_kept_by_glibc(trainer)}"
+
+
+def _measured(trainer: Trainer) -> Iterator[str]:
+    """The time and the memory of a few steps."""
+    if trainer.num_steps <= MEASURED_STEPS:
+        yield "time      not measured: the run is shorter than a measurement"
+        return
+    trainer.step()
+    seconds = seconds_of(lambda: [trainer.step() for _ in range(MEASURED_STEPS)]) / MEASURED_STEPS
+    yield (
+        f"time      about {_duration(seconds * trainer.num_steps)}: {seconds:.2f} s a step, mean of {MEASURED_STEPS} "
+        "measured steps; the decoding of held-out prompts is not in it"
+    )
+    if trainer.accelerator.num_processes == 1:
+        ratio = _step_cost(trainer)
+        yield f"speed     a draft and its check take as long as {ratio:.1f} plain tokens: decoding is faster above that tau"
+    device = trainer.accelerator.device
+    if device.type == "cuda":
+        yield f"measured  {_bytes(torch.cuda.max_memory_allocated(device))} at most on {device}, in these steps"
+    else:  # of everything, Python and the data too
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        yield f"measured  {_bytes(peak)} at most on {device}, by the whole process up to here"
+
+
+def _kept_by_glibc(trainer: Trainer) -> str:
+    """What is not in the estimate on a CPU: memory that is freed and that glibc keeps, unless its threshold is set."""
+    is_set = "MALLOC_MMAP_THRESHOLD_" in os.environ
+    if trainer.accelerator.device.type != "cpu" or platform.libc_ver()[0] != "glibc" or is_set:
+        return ""
+    return "; freed memory that glibc keeps comes on top, unless MALLOC_MMAP_THRESHOLD_=65536 is set"
+
+
+def _step_cost(trainer: Trainer) -> float:
+    """Seconds of a decoding step with the drafter over those of a plain token, eagerly, after a short prompt.
+
+    The drafter decodes in the target's precision, as it will, and not in that of its training.
+    """
+    target: Any = trainer.target
+    drafter: Any = copy.deepcopy(trainer.whole_drafter())
+    drafter = drafter.to(target.dtype).eval()
+    ids = torch.tensor([prompt_of(trainer.examples[0])[:16]], device=target.device)
+    eager: dict[str, Any] = {"temperature": 0.0, "compile": False, "prompt_lookup_num_tokens": 0, "stop_token_ids": []}
+    num_steps = 0
+
+    def plain() -> None:
+        target.generate(ids, max_new_tokens=17, min_new_tokens=17, do_sample=False).tolist()
+
+    def drafted() -> None:
+        nonlocal num_steps
+        blocks = generate_blocks(drafter, target, ids, max_new_tokens=17, **eager)
+        num_steps = sum(not block.is_prefill for block in blocks)
+
+    ratios = []
+    for _ in range(4):
+        of_token = seconds_of(plain) / 16
+        of_steps = seconds_of(drafted)
+        ratios.append(of_steps / num_steps / of_token)
+    return median(ratios[1:])  # the first one warms up
+
+
+def _bytes(size: float) -> str:
+    power = min(3, max(0, int(size).bit_length() - 1) // 10)
+    return f"{size / 1024**power:.{power // 2}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
