@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from dflash.model.cache_dflash import PreallocatedCache
+from dflash.model.cache_dflash import CAPACITY_STEP, PreallocatedCache
 from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS
 
 from .options import MOST_LOOKED_UP
@@ -46,6 +46,36 @@ def record_cuda_graph(function: Callable[[], WholeStep]) -> tuple[Callable[[], N
 RECORDERS = {"cuda": record_cuda_graph}  # by kind of device
 
 
+def adopt(cache: PreallocatedCache, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Moves the sequences of a cache to storage of the caller, a tensor of each a layer, and goes on there."""
+    layers = cache.attention_layers()
+    for layer, layer_keys, layer_values in zip(layers, keys, values, strict=True):
+        num_sequences = min(len(layer_keys), len(layer.keys))
+        used = (slice(num_sequences), slice(None), slice(layer.length))
+        layer_keys[used] = layer.keys[used]
+        layer_values[used] = layer.values[used]
+        layer.keys = layer_keys
+        layer.values = layer_values
+        layer.capacity = layer_keys.shape[2]
+
+
+def release(cache: PreallocatedCache) -> None:
+    """Moves the sequences of a cache from adopted storage to storage of its own."""
+    capacity = max(cache.lengths) + CAPACITY_STEP
+    num_sequences = cache.batch_size
+    own_keys = []
+    own_values = []
+    for layer in cache.attention_layers():
+        own_keys.append(_room_like(layer.keys, num_sequences, capacity))
+        own_values.append(_room_like(layer.values, num_sequences, capacity))
+    adopt(cache, own_keys, own_values)
+
+
+def _room_like(states: torch.Tensor, num_sequences: int, capacity: int) -> torch.Tensor:
+    shape = (num_sequences, states.shape[1], capacity, states.shape[3])
+    return states.new_zeros(shape)
+
+
 class Recording:
     """A recorded whole step, with its state and the storage of both caches. It does not keep the models alive."""
 
@@ -67,7 +97,7 @@ class Recording:
         for cache, storage in zip(caches, self._storages, strict=True):
             for states in storage.tensors:
                 states.zero_()
-            cache.adopt(storage.keys, storage.values)
+            adopt(cache, storage.keys, storage.values)
 
     def run(self, state: State) -> WholeStep:
         """The step after `state`, of at most as many sequences as recorded, whose keys and values lie here."""
@@ -125,6 +155,6 @@ class RecordedRunner(WholeRunner):
         recording = self._recording
         if recording is not None:
             self._recording = None
-            self.conversation.target_cache.release()
-            self.conversation.context.cache.release()
+            release(self.conversation.target_cache)
+            release(self.conversation.context.cache)
             self._shelf[self._key] = recording

@@ -418,7 +418,7 @@ class TreeCache(PreallocatedCache):
         start = self.get_seq_length() - width
         index = torch.tensor([start + column for column in columns], dtype=torch.long)
         end = start + len(columns)
-        for layer in self._attention_layers():
+        for layer in self.attention_layers():
             if layer.is_initialized:  # else it reads the keys of another layer
                 for states in (layer.keys, layer.values):
                     index = to_device(index, states.device)

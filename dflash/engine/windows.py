@@ -52,7 +52,7 @@ class WindowedCache(PreallocatedCache):
             return
         first = self.window[0]
         lengths = self.lengths
-        for layer in self._attention_layers():
+        for layer in self.attention_layers():
             for place, count in enumerate(counts):
                 for states in (layer.keys[place], layer.values[place]):
                     newest = states[:, first + count : lengths[place]].clone()

@@ -97,16 +97,6 @@ class PreallocatedLayer(CacheLayerMixin):
             self.keys[place] = self.keys[origin]
             self.values[place] = self.values[origin]
 
-    def move(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Goes on in storage keys and values [B, G, capacity, E], of at least `length` positions."""
-        batch = slice(min(len(keys), len(self.keys)))
-        used = slice(self.length)
-        keys[batch, :, used] = self.keys[batch, :, used]
-        values[batch, :, used] = self.values[batch, :, used]
-        self.keys = keys
-        self.values = values
-        self.capacity = keys.shape[2]
-
     def reset(self) -> None:
         """Empties the layer; the storage stays allocated."""
         self.length = 0
@@ -294,11 +284,12 @@ class PreallocatedCache(Cache):
     def _set_lengths(self, lengths: Sequence[int]) -> None:
         """Declares the first `lengths` positions of the storage valid. The only place where lengths of layers are set."""
         self._lengths = list(lengths)
-        for layer in self._attention_layers():
+        for layer in self.attention_layers():
             layer.slots = None
             layer.length = max(lengths)
 
-    def _attention_layers(self) -> list[PreallocatedLayer]:
+    def attention_layers(self) -> list[PreallocatedLayer]:
+        """The layers that attend by softmax, in order."""
         return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
 
     # -- a forward appends
@@ -314,7 +305,7 @@ class PreallocatedCache(Cache):
         before = self.lengths
         after = [length + count for length, count in zip(before, counts, strict=True)]
         if self.is_ragged:
-            for layer in self._attention_layers():
+            for layer in self.attention_layers():
                 layer.slots = slots
         is_done = False
         try:
@@ -393,7 +384,7 @@ class PreallocatedCache(Cache):
 
         Sequences move in place, so the storage stays where it is, with room for as many as before.
         """
-        for layer in self._attention_layers():
+        for layer in self.attention_layers():
             for place, origin in enumerate(places):
                 if place != origin:
                     layer.move_sequence(origin, place)
@@ -409,23 +400,10 @@ class PreallocatedCache(Cache):
 
     def storage(self, capacity: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Keys and values of all layers, each with room for at least `capacity` positions."""
-        layers = self._attention_layers()
+        layers = self.attention_layers()
         for layer in layers:
             layer.reserve(capacity)
         return [layer.keys for layer in layers], [layer.values for layer in layers]
-
-    def adopt(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Moves the sequences to storage of the caller, a tensor of each a layer, with room for them, and goes on there."""
-        for layer, layer_keys, layer_values in zip(self._attention_layers(), keys, values, strict=True):
-            layer.move(layer_keys, layer_values)
-
-    def release(self) -> None:
-        """Moves the sequences from adopted storage to storage of its own."""
-        for layer in self._attention_layers():
-            capacity = _rounded(layer.length + 1)
-            keys = _room_like(layer.keys, self.batch_size, capacity)
-            values = _room_like(layer.values, self.batch_size, capacity)
-            layer.move(keys, values)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
