@@ -108,7 +108,7 @@ def new_drafter(
     }
     shape |= window_fields(num_hidden_layers, sliding_window) | fields
     drafter = DFlashDraftModel(DFlashConfig(**shape))
-    if drafter.embed_proj is not None:
+    if drafter.prefix_gru is not None:
         begin_domino(drafter, target)
     if from_target:
         begin_at_target(drafter, target)
