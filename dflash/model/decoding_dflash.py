@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -107,8 +106,11 @@ class Conversation:
 
     def reuse(self, prompt_ids: list[int]) -> int:
         """Keeps the longest prefix of a prompt that the caches hold; returns its length, at most all tokens but one."""
-        pairs = zip(self.token_ids, prompt_ids[:-1], strict=False)
-        num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        num_shared = 0
+        for own_id, prompt_id in zip(self.token_ids, prompt_ids[:-1], strict=False):
+            if own_id != prompt_id:
+                break
+            num_shared += 1
         # 0 where running states cannot go back.
         self.num_reused = self.target_cache.truncate(num_shared) if num_shared else 0
         if self.num_reused:

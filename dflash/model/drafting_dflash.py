@@ -152,7 +152,8 @@ class DrafterContext:
 
 def block_ids(drafter: Any, anchors: torch.Tensor, block_size: int) -> torch.Tensor:
     """Anchors [B, 1] and the masks after them, [B, N]."""
-    masks = anchors.new_full((len(anchors), block_size - 1), drafter.config.mask_token_id)
+    shape = (len(anchors), block_size - 1)
+    masks = anchors.new_full(shape, drafter.config.mask_token_id)
     return torch.cat([anchors, masks], dim=1)
 
 
@@ -268,5 +269,9 @@ class DraftProposer:
 
 def num_proposals(request: Any) -> int:
     """How many tokens a block of the request proposes."""
-    per_block = request.block_size if request.drafter.config.sample_from_anchor else request.block_size - 1
-    return per_block if request.max_draft_tokens is None else min(per_block, request.max_draft_tokens)
+    count: int = request.block_size
+    if not request.drafter.config.sample_from_anchor:
+        count -= 1
+    if request.max_draft_tokens is not None:
+        count = min(count, request.max_draft_tokens)
+    return count
