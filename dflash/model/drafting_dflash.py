@@ -111,7 +111,8 @@ class DrafterContext:
 
     def append(self, context: Context) -> None:
         """Adds the context of new text."""
-        moved = Context(context.features.to(self._device, self._dtype), context.num_real)
+        features = context.features.to(self._device, self._dtype)
+        moved = Context(features, context.num_real)
         has_more = self.waiting.num_columns > 0
         self.waiting = self.waiting.joined(moved) if has_more else moved
 
