@@ -141,7 +141,8 @@ class Step:
 
     def __post_init__(self) -> None:
         num_accepted = self.acceptance.num_accepted[:, None]
-        self._read = to_host(torch.cat([num_accepted, self.acceptance.token_ids], dim=1))
+        numbers = torch.cat([num_accepted, self.acceptance.token_ids], dim=1)
+        self._read = to_host(numbers)
 
     def read(self) -> list[tuple[int, list[int]]]:
         """For each sequence the accepted proposals and the committed tokens. The only place where the host waits."""
@@ -304,7 +305,8 @@ class Decoder:
             for place, count in enumerate(num_real):
                 if count:
                     last_logits[place] = logits[place]
-        return torch.stack([last_logits[place] for place in range(len(texts))])
+        in_order = [last_logits[place] for place in range(len(texts))]
+        return torch.stack(in_order)
 
     def close(self) -> None:
         """Ends the text, also before it is complete."""
