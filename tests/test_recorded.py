@@ -91,6 +91,17 @@ def test_a_batch_that_shrinks_and_outgrows_its_recording(pair: Pair, recorder: P
     assert recorder.num_made == 2
 
 
+@pytest.mark.usefixtures("_small_rooms")
+@pytest.mark.parametrize("length", [27, 41])
+def test_a_wide_lookup_at_the_end_of_a_recording_loses_nothing(length: int, recorder: PlayedRecorder) -> None:
+    """Known bug: its columns moved the text to other storage, and the next replay did not see them."""
+    pair = Pair.make(seed=11)
+    asked: dict[str, Any] = {"prompt_lookup_num_tokens": 63, "max_matching_ngram_size": 2, "max_new_tokens": 200}
+    blocks = list(pair.blocks([length], **asked, **RECORDED))
+    assert pair.texts_of(blocks) == pair.expected([length], 200)
+    assert any(block.is_lookup for block in blocks)
+
+
 def test_a_conversation_goes_on_recorded(pair: Pair, recorder: PlayedRecorder) -> None:
     """Promise: between its turns a conversation owns its caches, and other texts use the recording."""
     conversation = Conversation()
