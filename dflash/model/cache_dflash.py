@@ -218,6 +218,10 @@ class RunningState:
         """Sets the state to that before the recorded step."""
         self._set(self._before)
 
+    def renew(self) -> None:
+        """Copies the state, because one made in inference mode cannot be written outside of it."""
+        self._set([_copied(states) for states in self._states])
+
     def _set(self, values: Sequence[States]) -> None:
         for states, value in zip(self._states, values, strict=True):
             states.update(value)
@@ -380,6 +384,8 @@ class PreallocatedCache(Cache):
         is_finished = self._num_recorded is not None and self.lengths == [length]
         if self._running and not is_finished:
             return 0
+        for running in self._running.values():
+            running.renew()
         self._set_lengths([length])
         return length
 
