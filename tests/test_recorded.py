@@ -114,7 +114,7 @@ def test_a_conversation_goes_on_recorded(pair: Pair, recorder: PlayedRecorder) -
 
 def states_of(conversation: Conversation) -> list[torch.Tensor]:
     """Keys and values of both caches, and the context that waits."""
-    states = [conversation.context.waiting().features]
+    states = [conversation.context.waiting.features]
     for cache in (conversation.target_cache, conversation.context.cache):
         (length,) = cache.lengths
         keys, values = cache.storage(0)

@@ -81,7 +81,7 @@ class WholeRunner(EagerRunner):
             self.pair.remember_models()
         # The caches hold the context, then the step's columns, which `keep` rolls back.
         context = self.conversation.context
-        context.cache.advance(context.waiting().num_real)
+        context.cache.advance(context.waiting.num_real)
         context.mark_read()
         width = output.features.shape[1]
         self.conversation.target_cache.advance([width] * len(sequences))
@@ -93,7 +93,7 @@ class WholeRunner(EagerRunner):
         device = anchors.device
         context = self.conversation.context
         num_columns = self.kind.num_proposals + 1
-        if context.waiting().num_columns > num_columns or not any(context.cache.lengths):
+        if context.waiting.num_columns > num_columns or not any(context.cache.lengths):
             context.absorb()
         waiting = context.for_next_block()
         padding = num_columns - waiting.num_columns
