@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import NEW_TOKENS, TEXT_LENGTH, Pair, PlayedRecorder
+from devices import NEW_TOKENS, TEXT_LENGTH, Pair, PlayedRecorder, move_parameter
 from tiny_models import SMALL, make_drafter
 
 from dflash import Conversation
@@ -239,6 +239,18 @@ def test_two_ways_to_run_a_step_are_refused(pair: Pair) -> None:
 
 
 # What changes
+
+
+def test_a_text_that_began_before_a_change_returns_no_recording(pair: Pair, recorder: PlayedRecorder) -> None:
+    blocks = pair.blocks([17], **RECORDED)
+    for _ in range(4):
+        next(blocks)
+    move_parameter(pair)
+    pair.write_text()
+    pair.check([17], **RECORDED)
+    blocks.close()
+    pair.check([17], **RECORDED)
+    assert recorder.num_made == 2
 
 
 def test_weights_that_change_in_their_place_need_no_recording(pair: Pair, recorder: PlayedRecorder) -> None:

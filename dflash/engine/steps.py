@@ -133,7 +133,8 @@ def agree(output: WholeStep, expected: WholeStep) -> bool:
     is_same_choice = output.token_ids == expected.token_ids
     share = is_same_choice[:, columns].float().mean()
     features = expected.features[:, columns]
-    difference = output.features[:, columns] - features
+    output_features = output.features[:, columns]
+    difference = output_features - features
     error = difference.abs().max()
     largest = features.abs().max()
     largest = largest.clamp(min=1.0)
