@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import NEW_TOKENS, TEXT_LENGTH, Pair, PlayedRecorder
+from devices import NEW_TOKENS, TEXT_LENGTH, Pair, PlayedRecorder, move_parameter
 from tiny_models import SMALL, make_drafter
 
 from dflash import Conversation
@@ -89,6 +89,17 @@ def test_a_batch_that_shrinks_and_outgrows_its_recording(pair: Pair, recorder: P
     assert len(eager[0]) > 60
     assert pair.write(lengths, **stop, **RECORDED) == eager
     assert recorder.num_made == 2
+
+
+@pytest.mark.usefixtures("_small_rooms")
+@pytest.mark.parametrize("length", [27, 41])
+def test_a_wide_lookup_at_the_end_of_a_recording_loses_nothing(length: int, recorder: PlayedRecorder) -> None:
+    """Known bug: its columns moved the text to other storage, and the next replay did not see them."""
+    pair = Pair.make(seed=11)
+    asked: dict[str, Any] = {"prompt_lookup_num_tokens": 63, "max_matching_ngram_size": 2, "max_new_tokens": 200}
+    blocks = list(pair.blocks([length], **asked, **RECORDED))
+    assert pair.texts_of(blocks) == pair.expected([length], 200)
+    assert any(block.is_lookup for block in blocks)
 
 
 def test_a_conversation_goes_on_recorded(pair: Pair, recorder: PlayedRecorder) -> None:
@@ -228,6 +239,18 @@ def test_two_ways_to_run_a_step_are_refused(pair: Pair) -> None:
 
 
 # What changes
+
+
+def test_a_text_that_began_before_a_change_returns_no_recording(pair: Pair, recorder: PlayedRecorder) -> None:
+    blocks = pair.blocks([17], **RECORDED)
+    for _ in range(4):
+        next(blocks)
+    move_parameter(pair)
+    pair.write_text()
+    pair.check([17], **RECORDED)
+    blocks.close()
+    pair.check([17], **RECORDED)
+    assert recorder.num_made == 2
 
 
 def test_weights_that_change_in_their_place_need_no_recording(pair: Pair, recorder: PlayedRecorder) -> None:

@@ -30,12 +30,8 @@ WARM_UPS = 2  # runs before a recording: libraries allocate in the first ones
 
 def record_cuda_graph(function: Callable[[], WholeStep]) -> tuple[Callable[[], None], WholeStep]:
     """Records `function` as a CUDA graph: what replays it, and its outputs, which each replay overwrites."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UPS):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
+    for _ in range(WARM_UPS):
+        function()
     graph = torch.cuda.CUDAGraph()
     # Other threads may allocate meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

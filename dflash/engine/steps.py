@@ -41,11 +41,10 @@ class WholeRunner(EagerRunner):
     @cached_property
     def kind(self) -> Kind:
         """The kind of this text's steps."""
-        sampler = self.acceptor.sampler
         return Kind(
             block_size=self.request.block_size,
             num_proposals=num_proposals(self.request),
-            num_candidates=None if sampler is None else sampler.num_candidates,
+            num_candidates=getattr(self.acceptor.sampler, "num_candidates", None),
             is_batch=len(self.request.input_ids) > 1,
         )
 
@@ -110,7 +109,7 @@ class WholeRunner(EagerRunner):
             counts=waiting.counts,
             num_read=to_device(torch.tensor(context.cache.lengths), device),
             uniforms=uniforms,
-            settings=None if sampler is None else sampler.settings,
+            settings=getattr(sampler, "settings", None),
         )
 
     def inputs(self, state: State, target_storage: Storage, draft_storage: Storage) -> Inputs:
@@ -135,7 +134,8 @@ def agree(output: WholeStep, expected: WholeStep) -> bool:
     is_same_choice = output.token_ids == expected.token_ids
     share = is_same_choice[:, columns].float().mean()
     features = expected.features[:, columns]
-    difference = output.features[:, columns] - features
+    output_features = output.features[:, columns]
+    difference = output_features - features
     error = difference.abs().max()
     largest = features.abs().max()
     largest = largest.clamp(min=1.0)
@@ -149,14 +149,16 @@ def why_not(target: Any, drafter: Any) -> str | None:
     """Why whole steps of these models cannot be compiled or recorded; `None`: they can."""
     name = type(target).__name__
     layout = Layout.of(target, drafter.config.target_layer_ids)
-    if layout.shares_keys:
-        return f"{name} has layers that read the keys of others"
-    if layout.makes_own_masks:
+    attention = attention_of(drafter)
+    if layout.makes_own_masks or layout.shares_keys:
         types = ", ".join(layout.types)
-        return f"{name} makes its own masks, with layers of type {types} and {attention_of(target)!r} attention"
-    if attention_of(drafter) not in ("sdpa", "eager"):
-        return f"the drafter's {attention_of(drafter)!r} attention takes no 4-D mask"
+        return (
+            f"{name} makes its own masks or shares keys between layers ({types}, {attention_of(target)!r} attention)"
+        )
+    if attention not in ("sdpa", "eager"):
+        return f"the drafter's {attention!r} attention takes no 4-D mask"
     devices = {str(parameter.device) for model in (target, drafter) for parameter in model.parameters()}
     if len(devices) > 1:
-        return f"the models lie on several devices ({', '.join(sorted(devices))})"
+        names = ", ".join(sorted(devices))
+        return f"the models lie on several devices ({names})"
     return None

@@ -219,6 +219,10 @@ class RunningState:
         """Copies the state, because one made in inference mode cannot be written outside of it."""
         self._set(self._mapped(torch.clone))
 
+    def renew(self) -> None:
+        """Copies the state, because one made in inference mode cannot be written outside of it."""
+        self._set([_copied(states) for states in self._states])
+
     def _set(self, values: Sequence[States]) -> None:
         for states, value in zip(self._states, values, strict=True):
             states.update(value)
