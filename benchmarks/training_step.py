@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy, pad
 from dflash.checkpoints import heldout_problems, load_embedded_pair
 from dflash.common.stopwatch import seconds_of
 from dflash.evaluation import allocated_memory
-from dflash.model.targets_dflash import tapped
+from dflash.model.targets_dflash import decoder_layers, tapped
 from dflash.training import (
     Batch,
     BatchPlan,
@@ -77,7 +77,7 @@ def naive_loss(drafter: Any, pair: FrozenTarget, batch: Batch) -> tuple[torch.Te
     config = drafter.config
     layout = lay_out_blocks(batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, config, "sdpa")
     with torch.no_grad():
-        with tapped(pair.target, config.target_layer_ids) as states:
+        with tapped([decoder_layers(pair.target)[tap] for tap in config.target_layer_ids]) as states:
             pair.target(batch.input_ids)
         features = torch.cat(states, dim=-1)
         noise_embeds = pair.embed(layout.token_ids)

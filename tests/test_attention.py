@@ -205,8 +205,8 @@ def test_a_config_that_is_saved_during_a_step_is_the_models(kind: str, tmp_path:
     assert set(vars(target)) == attributes
 
 
-@pytest.mark.parametrize("is_on_cuda", [False, True])
-def test_a_later_chunk_needs_a_mask_on_a_cpu_alone(is_on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_aligning", [False, True])
+def test_a_later_chunk_needs_a_mask_on_a_cpu_alone(is_aligning: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: with or without a mask it is the chunk that "sdpa" computes; one mask serves all layers."""
     target, ids = make_target(), make_prompt(9)
     masks: list[Any] = []
@@ -216,16 +216,16 @@ def test_a_later_chunk_needs_a_mask_on_a_cpu_alone(is_on_cuda: bool, monkeypatch
         return grouped_attention(*args, **kwargs)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, STEP, watched)
+    monkeypatch.setattr(attention_dflash, "ALIGNING_DEVICES", ("cpu",) if is_aligning else ("cuda",))
     with torch.no_grad():
         expected = target(ids).logits
         cache = target(ids[:, :4], use_cache=True).past_key_values
         with step_attention(target):
-            attention_dflash._thread.is_on_cuda = is_on_cuda
             output = target(ids[:, 4:], **{CACHE_NAME: cache}).logits
     torch.testing.assert_close(output, expected[:, 4:])
     assert len(masks) == target.config.num_hidden_layers
-    assert all(mask is (None if is_on_cuda else masks[0]) for mask in masks)
-    assert is_on_cuda or masks[0].dtype == torch.float32
+    assert all(mask is (None if is_aligning else masks[0]) for mask in masks)
+    assert is_aligning or masks[0].dtype == torch.float32
 
 
 def test_another_threads_chunk_outlives_a_step_on_cuda() -> None:
@@ -247,7 +247,7 @@ def test_another_threads_chunk_outlives_a_step_on_cuda() -> None:
     with torch.no_grad():
         expected = target(ids).logits[:, 4:]
     with pytest.MonkeyPatch.context() as patch, step_attention(target):
-        attention_dflash._thread.is_on_cuda = True
+        patch.setattr(attention_dflash, "ALIGNING_DEVICES", ("cpu",))
         patch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, STEP, mask_after_which_the_step_ends)
         thread = threading.Thread(target=run)
         thread.start()

@@ -281,6 +281,19 @@ def small_drafter() -> DFlashDraftModel:
     return make_drafter(hidden_size=32, vocab_size=32, num_target_layers=2, target_layer_ids=[0], mask_token_id=31)
 
 
+@pytest.mark.skipif(LinearAttentionLayer is None, reason="transformers 4 has no common form of recurrent states")
+def test_states_made_in_inference_mode_are_written_outside() -> None:
+    """Promise: a conversation on a hybrid target that was begun in inference mode goes on outside of it."""
+    target, drafter, conversation = hybrid_target("qwen3.5", seed=3), small_drafter(), Conversation()
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "stop_token_ids": []}
+    with torch.inference_mode():
+        first = spec_generate(drafter, target, make_prompt(9, vocab_size=32), conversation=conversation, **options)
+    longer = torch.cat([first.clone(), make_prompt(3, seed=5, vocab_size=32)], dim=1)
+    again = spec_generate(drafter, target, longer, conversation=conversation, **options)
+    assert conversation.num_reused == first.shape[1] - 1
+    assert torch.equal(again, greedy(target, longer, max_new_tokens=6, eos_token_id=None))
+
+
 # Images in the prompt.
 
 

@@ -124,7 +124,7 @@ def test_eager_and_recorded_turns_of_a_conversation_take_turns(pair: Pair) -> No
 
 def states_of(conversation: Conversation) -> list[torch.Tensor]:
     """Keys and values of both caches, and the context that waits."""
-    states = [conversation.context.waiting().features]
+    states = [conversation.context.waiting.features]
     for cache in (conversation.target_cache, conversation.context.cache):
         (length,) = cache.lengths
         keys, values = cache.storage(0)

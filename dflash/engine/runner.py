@@ -187,7 +187,7 @@ class EngineRunner(EagerRunner):
         finally:
             self._state.remember_models()
         # The caches hold the context, then the step's columns, which `keep` rolls back.
-        context.cache.advance(context.waiting().num_real)
+        context.cache.advance(context.waiting.num_real)
         context.mark_read()
         width = output.features.shape[1]
         target_cache.advance([width] * len(sequences))
@@ -200,7 +200,7 @@ class EngineRunner(EagerRunner):
         context = self.conversation.context
         cache = context.cache
         num_columns = self._shape.num_proposals + 1
-        if context.waiting().num_columns > num_columns or not any(cache.lengths):
+        if context.waiting.num_columns > num_columns or not any(cache.lengths):
             context.absorb()
         waiting = context.for_next_block()
         padding = num_columns - waiting.num_columns

@@ -97,9 +97,9 @@ class WindowedContext(DrafterContext):
     def for_next_block(self) -> Context:
         """The context that the drafter reads together with the next block: none if it is longer than the window."""
         self.cache.drop()
-        if self.waiting().num_columns > self.cache.window[1]:
+        if self.waiting.num_columns > self.cache.window[1]:
             self.absorb()
-        return self.waiting()
+        return self.waiting
 
     def _absorb(self, context: Context) -> None:
         size = self.cache.window[1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 # it for a kernel without masks.
 STEP = "step"
 NUM_IN_STEPS = "_num_in_steps"  # attribute of a model: threads whose step runs on it
-# Arguments of some families' attention. transformers' own function handles or refuses them.
-UNCOMMON = ("position_bias", "softcap")
 # CUDA's kernels read masks whose rows begin at multiples of this number, and copy others in every layer.
 ROW_ALIGNMENT = 8
 # `(batch, head, query, key) -> bool` over index tensors that broadcast.
 Predicate = Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+# Devices whose kernels align causal attention without a mask to the last keys.
+ALIGNING_DEVICES = ("cuda",)
 
 _lock = threading.Lock()
 _thread = threading.local()
@@ -149,65 +150,54 @@ def grouped_attention(
     key: torch.Tensor,  # [B, G, K, E], G divides H
     value: torch.Tensor,  # likewise
     attention_mask: torch.Tensor | None,  # [B or 1, H or 1, S, K]
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """As "sdpa", [B, S, H, E], but keys and values are not copied for the heads that share them.
 
     Causal attention without a mask is aligned to the last keys, so that a block after its text needs no mask.
     """
-    if query.device.type != "cuda" or torch.compiler.is_compiling():
-        return _attend(module, query, key, value, attention_mask, **kwargs)
-    with without_cudnn():
-        return _attend(module, query, key, value, attention_mask, **kwargs)
-
-
-def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
     width = query.shape[2]
     num_keys = key.shape[2]
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = is_causal and attention_mask is None and width > 1
-    uncommon = [name for name in UNCOMMON if kwargs.get(name) is not None]
-    if uncommon and is_causal:
+    is_later = is_causal and width < num_keys
+    # Of some families; transformers' own function handles or refuses them.
+    is_uncommon = kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
+    if is_uncommon and is_later:
         is_causal = False
         attention_mask = _lower_right(query, num_keys)
-    is_later = is_causal and width < num_keys
-    if uncommon or (attention_mask is None and not is_later):
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **kwargs,
-        )
-    if attention_mask is not None and attention_mask.shape[1] == 1 and query.device.type == "cuda":
-        output = expanded_attention(query, key, value, attention_mask, dropout, scaling)
-    else:
-        bias: Any = causal_lower_right(width, num_keys) if is_later else attention_mask
-        is_shared = query.shape[1] != key.shape[1]
-        output = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            bias,
-            dropout,
-            scale=scaling,
-            enable_gqa=is_shared,
-        )
+    is_on_cuda = query.is_cuda and not torch.compiler.is_compiling()
+    with without_cudnn() if is_on_cuda else nullcontext():
+        if is_uncommon or (attention_mask is None and not is_later):
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                is_causal=is_causal,
+                **kwargs,
+            )
+        if attention_mask is not None and attention_mask.shape[1] == 1 and query.is_cuda:
+            output = expanded_attention(query, key, value, attention_mask, dropout, scaling)
+        else:
+            bias: Any = causal_lower_right(width, num_keys) if is_later else attention_mask
+            is_shared = query.shape[1] != key.shape[1]
+            output = functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                bias,
+                dropout,
+                scale=scaling,
+                enable_gqa=is_shared,
+            )
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -266,12 +256,15 @@ def without_cudnn() -> Iterator[None]:
 def mask_in_step(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
     """The mask of transformers, additive, so that SDPA does not convert a boolean one in every layer.
 
-    `None` where it would be only causal and this thread's step runs on CUDA, whose kernels align causal attention.
+    `None` where it would be only causal, in this thread's step on a device whose kernels align causal attention.
     """
     is_causal_alone = local_size is None and kwargs.get("attention_mask") is None
-    may_be_skipped = kwargs.get("allow_is_causal_skip", True)
-    is_on_cuda = getattr(_thread, "is_on_cuda", False)
-    if is_causal_alone and may_be_skipped and is_on_cuda:
+    may_be_skipped = is_causal_alone and kwargs.get("allow_is_causal_skip", True)
+    # transformers 4 passes no device.
+    device = kwargs["device"] if "device" in kwargs else kwargs["cache_position"].device
+    # Not for a forward of another thread, which may attend by "sdpa" when this thread's step has ended.
+    is_in_step = getattr(_thread, "is_in_step", False)
+    if may_be_skipped and is_in_step and torch.device(device).type in ALIGNING_DEVICES:
         return None
     visible = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, local_size=local_size, **kwargs)
     if visible is None:
@@ -295,30 +288,20 @@ def step_attention(model: PreTrainedModel) -> Iterator[None]:
     if not model._supports_attention_backend or config._attn_implementation not in ("sdpa", STEP):
         yield
         return
+    attributes = vars(model)  # not the config's, which may be saved meanwhile
     with _lock:
-        _enter(model, config)
-    was_on_cuda = getattr(_thread, "is_on_cuda", False)
-    _thread.is_on_cuda = model.device.type == "cuda"
+        attributes[NUM_IN_STEPS] = attributes.get(NUM_IN_STEPS, 0) + 1
+        config._attn_implementation = STEP
+    _thread.is_in_step = True
     try:
         yield
     finally:
-        _thread.is_on_cuda = was_on_cuda
+        _thread.is_in_step = False
         with _lock:
-            _leave(model, config)
-
-
-def _enter(model: nn.Module, config: Any) -> None:
-    attributes = vars(model)  # not the config's, which may be saved meanwhile
-    attributes[NUM_IN_STEPS] = attributes.get(NUM_IN_STEPS, 0) + 1
-    config._attn_implementation = STEP
-
-
-def _leave(model: nn.Module, config: Any) -> None:
-    attributes = vars(model)
-    attributes[NUM_IN_STEPS] -= 1
-    if not attributes[NUM_IN_STEPS]:
-        del attributes[NUM_IN_STEPS]
-        config._attn_implementation = "sdpa"
+            attributes[NUM_IN_STEPS] -= 1
+            if not attributes[NUM_IN_STEPS]:
+                del attributes[NUM_IN_STEPS]
+                config._attn_implementation = "sdpa"
 
 
 ALL_ATTENTION_FUNCTIONS.register(STEP, grouped_attention)

@@ -65,25 +65,22 @@ class PreallocatedLayer(CacheLayerMixin):
         """Writes keys and values [B, G, S, E] in place and returns views [B, G, length, E] of all positions in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[2]
-        self.reserve(end)
-        self._write(self.keys, key_states)
-        self._write(self.values, value_states)
-        self.length = end
-        batch = slice(len(key_states))  # the storage may have room for more sequences
-        return self.keys[batch, :, :end], self.values[batch, :, :end]
-
-    def _write(self, storage: torch.Tensor, states: torch.Tensor) -> None:
-        """Writes states [B, G, S, E] after the positions in use, or to `slots`."""
-        batch_size, _, width, _ = states.shape
+        num_sequences, _, width, _ = key_states.shape
+        start = self.length
+        self.length += width
+        self.reserve(self.length)
+        # The storage may have room for more sequences.
+        keys = self.keys[:num_sequences, :, : self.length]
+        values = self.values[:num_sequences, :, : self.length]
         if self.slots is None:
-            end = self.length + width
-            storage[:batch_size, :, self.length : end] = states
-            return
-        slots = self.slots.to(states.device)
-        index = torch.arange(batch_size, device=slots.device)
-        by_position = storage.transpose(1, 2)
-        by_position[index[:, None], slots] = states.transpose(1, 2)
+            keys[:, :, start:] = key_states
+            values[:, :, start:] = value_states
+        else:
+            slots = self.slots.to(keys.device)
+            index = torch.arange(num_sequences, device=keys.device)[:, None]
+            keys.transpose(1, 2)[index, slots] = key_states.transpose(1, 2)
+            values.transpose(1, 2)[index, slots] = value_states.transpose(1, 2)
+        return keys, values
 
     def reserve(self, length: int) -> None:
         """Makes room for at least `length` positions. Capacity doubles, so appending takes linear time in total."""
@@ -220,6 +217,10 @@ class RunningState:
     def restore(self) -> None:
         """Sets the state to that before the recorded step."""
         self._set(self._before)
+
+    def renew(self) -> None:
+        """Copies the state, because one made in inference mode cannot be written outside of it."""
+        self._set([_copied(states) for states in self._states])
 
     def _set(self, values: Sequence[States]) -> None:
         for states, value in zip(self._states, values, strict=True):
@@ -383,6 +384,8 @@ class PreallocatedCache(Cache):
         is_finished = self._num_recorded is not None and self.lengths == [length]
         if self._running and not is_finished:
             return 0
+        for running in self._running.values():
+            running.renew()
         self._set_lengths([length])
         return length
 

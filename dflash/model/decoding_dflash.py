@@ -386,7 +386,6 @@ class Decoder:
         return ValueError(f"The {name}'s logits are NaN or infinite ({type(model).__name__} in {dtype}): {remedy}.")
 
 
-@torch.inference_mode(False)
 @torch.no_grad()
 def decode_blocks(decoder: Decoder) -> Iterator[Block]:
     """Proposes, verifies, accepts and commits blocks until every sequence is done."""

@@ -77,21 +77,31 @@ def packed(features: torch.Tensor, is_real: torch.Tensor, num_real: list[int]) -
     return Context(features, num_real)
 
 
-def joined(parts: list[Context]) -> Context:
-    """The context of several parts of a text, one after the other."""
-    features = torch.cat([part.features for part in parts], dim=1)
-    is_real = torch.cat([part.is_real for part in parts], dim=1)
-    counts = torch.tensor([part.num_real for part in parts])
-    return packed(features, is_real, counts.sum(dim=0).tolist())
+def joined(first: Context, second: Context) -> Context:
+    """The context of two parts of a text, one after the other."""
+    features = torch.cat([first.features, second.features], dim=1)
+    is_real = torch.cat([first.is_real, second.is_real], dim=1)
+    num_real = [sum(counts) for counts in zip(first.num_real, second.num_real, strict=True)]
+    return packed(features, is_real, num_real)
 
 
 class DrafterContext:
-    """The drafter's keys and values of the text, and the context features that it has not read."""
+    """The drafter's keys and values of the text, and the context features that it has not read.
+
+    Attributes:
+        cache (`PreallocatedCache`): The keys and values.
+        waiting (`Context`): The context that the drafter has not read, which may be empty.
+    """
 
     def __init__(self, drafter: Any, cache: PreallocatedCache) -> None:
         self.drafter = drafter
         self.cache = cache
-        self._waiting: list[Context] = []  # oldest first
+        self._device = drafter.device
+        self._dtype = drafter.dtype
+        config = drafter.config
+        width = len(config.target_layer_ids) * config.hidden_size
+        nothing = torch.empty(cache.batch_size, 0, width, device=self._device, dtype=self._dtype)
+        self.waiting = Context(nothing, [0] * cache.batch_size)
 
     @property
     def num_read(self) -> int:
@@ -100,30 +110,21 @@ class DrafterContext:
 
     def append(self, context: Context) -> None:
         """Adds the context of new text."""
-        features = context.features.to(self.drafter.device, self.drafter.dtype)
-        self._waiting.append(Context(features, context.num_real))
-
-    def waiting(self) -> Context:
-        """The context that the drafter has not read, which may be empty."""
-        if not self._waiting:
-            raise RuntimeError("The drafter has no context: nothing of the text was read by the target.")
-        if len(self._waiting) > 1:
-            self._waiting = [joined(self._waiting)]
-        return self._waiting[0]
+        moved = Context(context.features.to(self._device, self._dtype), context.num_real)
+        self.waiting = joined(self.waiting, moved) if self.waiting.num_columns else moved
 
     def for_next_block(self) -> Context:
         """The context that the drafter reads together with the next block."""
-        return self.waiting()
+        return self.waiting
 
     def mark_read(self) -> None:
         """Marks the waiting context as read: its keys and values are in the cache."""
-        self._waiting = [self.waiting().part(0, 0)]
+        self.waiting = self.waiting.part(0, 0)
 
     def absorb(self) -> None:
         """Reads the waiting context now, without a block."""
-        context = self.waiting()
-        if context.num_columns:
-            self._absorb(context)
+        if self.waiting.num_columns:
+            self._absorb(self.waiting)
         self.mark_read()
 
     def _absorb(self, context: Context) -> None:
@@ -136,18 +137,16 @@ class DrafterContext:
     def put_sequence(self, place: int, single: DrafterContext) -> None:
         """Makes the text that `single` has read, and read completely, sequence `place` of this batch."""
         self.cache.put_sequence(place, single.cache)
-        empty = single.waiting().part(0, 0).features
-        self._waiting = [Context(empty.expand(self.cache.batch_size, -1, -1), [0] * self.cache.batch_size)]
 
     def keep_sequences(self, places: list[int]) -> None:
         """Drops all sequences of the batch except these."""
         self.cache.keep_sequences(places)
-        self._waiting = [self.waiting().of_sequences(places)]
+        self.waiting = self.waiting.of_sequences(places)
 
     def truncate(self, length: int) -> None:
         """Keeps the context of a single text's first `length` tokens."""
         num_read = min(self.num_read, length)
-        self._waiting = [self.waiting().part(0, length - num_read)]
+        self.waiting = self.waiting.part(0, length - num_read)
         self.cache.truncate(num_read)
 
 
@@ -175,10 +174,10 @@ def proposing_positions(drafter: Any, num_proposals: int) -> slice:
 def embed(target: Any, drafter: Any, token_ids: torch.Tensor) -> torch.Tensor:
     """Embeddings [..., D] of token_ids [...] by the target, as the drafter reads them, on its device."""
     embedding = target.get_input_embeddings()
-    device = embedding.get_parameter("weight").device
+    device = embedding.weight.device
     if device.type != "meta":  # offloaded: accelerate moves the ids
         token_ids = token_ids.to(device)
-    return drafter.embed(token_ids, embedding).to(drafter.device)
+    return drafter.embed(token_ids, embedding).to(drafter.hidden_norm.weight.device)
 
 
 class DraftProposer:
@@ -226,12 +225,15 @@ class DraftProposer:
         cache = self.context.cache
         block_size = self.request.block_size
         noise_embeds = self.embed(block_ids(self.drafter, anchors, block_size))
-        lengths = to_device(torch.tensor(cache.lengths), context.features.device)
-        slots = block_slots(lengths, context.counts, context.num_columns, block_size)
-        masks = None  # of a single sequence the drafter takes it from its cache
+        device = context.features.device
+        num_keys = max(cache.lengths) + context.num_columns + block_size
         if cache.is_ragged:
-            num_keys = max(cache.lengths) + slots.shape[1]
+            lengths = to_device(torch.tensor(cache.lengths), device)
+            slots = block_slots(lengths, context.counts, context.num_columns, block_size)
             masks = self.drafter.step_masks(lengths + context.counts, block_size, num_keys)
+        else:
+            slots = torch.arange(cache.get_seq_length(), num_keys, device=device)[None]
+            masks = None  # the drafter takes it from its cache
         with cache.appending(slots, context.num_real):
             output = self.drafter(
                 noise_embeds=noise_embeds,

@@ -100,11 +100,6 @@ def cache_name(target: nn.Module) -> str:
     return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAME)
 
 
-def rope_of_images(target: PreTrainedModel) -> Any:
-    """The module of an image model that keeps the offset of positions after images; `None`: there is none."""
-    return next((module for module in target.modules() if hasattr(module, "rope_deltas")), None)
-
-
 def max_positions(target: PreTrainedModel) -> int | None:
     """The target's number of positions, including rope scaling; `None` if its config does not say."""
     config = text_config(target)
@@ -122,6 +117,7 @@ class Layout:
     """Properties of a target that a forward depends on."""
 
     taps: tuple[int, ...]  # layers whose outputs the drafter reads
+    tapped_layers: tuple[nn.Module, ...]
     types: tuple[str, ...]  # its layer types, each once
     window: int | None  # of sliding layers
     # Whether its forward does not accept 4-D masks: linear layers, attention kernels without masks, positions shifted by
@@ -129,6 +125,7 @@ class Layout:
     makes_own_masks: bool
     shares_keys: bool  # whether layers read the keys of earlier ones
     cache_name: str  # the name of the cache in its forward
+    rope: Any  # the module of an image model that keeps the offset of positions after images; None: there is none
 
     @classmethod
     def of(cls, target: PreTrainedModel, taps: Sequence[int]) -> Layout:
@@ -137,13 +134,18 @@ class Layout:
         types = tuple(dict.fromkeys(layer_types(target)))
         takes_masks = target._supports_attention_backend and attention_of(target) in ("sdpa", "eager")
         is_plain = takes_masks and set(types) <= MASKED_TYPES
+        is_text_alone = config is target.config  # its modules need no search, which takes a millisecond
+        parts = () if is_text_alone else target.modules()
+        rope = next((module for module in parts if hasattr(module, "rope_deltas")), None)
         return cls(
             taps=tuple(taps),
+            tapped_layers=tuple(decoder_layers(target)[tap] for tap in taps),
             types=types,
             window=getattr(config, "sliding_window", None),
-            makes_own_masks=not is_plain or rope_of_images(target) is not None,
+            makes_own_masks=not is_plain or rope is not None,
             shares_keys=bool(getattr(config, "num_kv_shared_layers", 0)),
             cache_name=cache_name(target),
+            rope=rope,
         )
 
     def masks(
@@ -180,8 +182,8 @@ class Layout:
 
 
 @contextmanager
-def tapped(target: Any, taps: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-    """The outputs of layers `taps`, filled by the forward of this thread inside the `with`.
+def tapped(layers: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
+    """The outputs of `layers`, filled by the forward of this thread inside the `with`.
 
     Hooks exist during this forward alone and record this thread, so several threads can generate on one target.
     """
@@ -193,8 +195,7 @@ def tapped(target: Any, taps: Sequence[int]) -> Iterator[list[torch.Tensor]]:
             states.append(output[0] if isinstance(output, tuple) else output)
 
     hook.is_tap = True  # type: ignore[attr-defined]  # gone after this forward, so the model counts as unchanged
-    layers = decoder_layers(target)
-    handles = [layers[tap].register_forward_hook(hook) for tap in taps]
+    handles = [layer.register_forward_hook(hook) for layer in layers]
     try:
         yield states
     finally:
@@ -209,7 +210,7 @@ def tapped_forward(target: Any, layout: Layout, cache: Cache, **inputs: Any) -> 
         output = target(**inputs, use_cache=True, return_dict=True, output_hidden_states=True)
         states = [output.hidden_states[tap + 1] for tap in layout.taps]
     else:
-        with tapped(target, layout.taps) as states:
+        with tapped(layout.tapped_layers) as states:
             output = target(**inputs, use_cache=True, return_dict=True)
     device = states[0].device
     features = [state.to(device) for state in states]
@@ -248,13 +249,14 @@ def head(target: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """The target's head over the drafter's hidden states [B, N, D]: logits [B, N, V]."""
     layer = target.get_output_embeddings()
     weight = next(layer.parameters(), None)
-    device = hidden_states.device
-    dtype = target.dtype
-    if weight is not None:  # a quantised head may have none, or one that is not floating point
-        dtype = weight.dtype if weight.is_floating_point() else dtype
-        # Offloaded weights are on "meta" between calls; their hooks fetch them and move the input.
-        device = device if weight.device.type == "meta" else weight.device
-    return layer(hidden_states.to(device, dtype))
+    if weight is None or not weight.is_floating_point():  # quantised
+        hidden_states = hidden_states.to(target.dtype)
+    else:
+        hidden_states = hidden_states.to(weight.dtype)
+    # Offloaded weights are on "meta" between calls; their hooks fetch them and move the input.
+    if weight is not None and not weight.is_meta:
+        hidden_states = hidden_states.to(weight.device)
+    return layer(hidden_states)
 
 
 class Target:
@@ -271,7 +273,6 @@ class Target:
         self.mixers = linear_mixers(model)
         self.num_layers = len(decoder_layers(model))
         self._prompt_inputs = dict(prompt_inputs or {})
-        self._rope = rope_of_images(model)
         self._lag = 0  # number of tokens minus position, after an image
 
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -288,7 +289,7 @@ class Target:
         inputs["logits_to_keep"] = self._kept_logits(token_ids)
         with cache.recording(0):
             logits, features = self._forward(token_ids, cache, inputs)
-        if is_image_prompt and self._rope is not None:
+        if is_image_prompt and self.layout.rope is not None:
             self._lag = self._lag_after(width)
         return logits[:, -1:], features
 
@@ -337,7 +338,7 @@ class Target:
 
     def _positions(self, token_ids: torch.Tensor, cache: PreallocatedCache) -> dict[str, torch.Tensor]:
         """Explicit positions after an image, where the model would use the offset of the prompt that it saw last."""
-        if self._rope is None:
+        if self.layout.rope is None:
             return {}
         start = cache.get_seq_length()
         columns = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
@@ -356,7 +357,7 @@ class Target:
         # `generate` of transformers 5 has prepared positions, [3, 1, S], or [4, 1, S] with the text's own first.
         prepared = self._prompt_inputs.get("position_ids")
         if prepared is None:  # the model has computed them
-            return int(self._rope.rope_deltas)
+            return int(self.layout.rope.rope_deltas)
         return int(prepared[-3:].max() + 1 - width)
 
 
