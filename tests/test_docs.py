@@ -20,7 +20,15 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 import dflash
 from dflash.checkpoints import export_embedded_pair
 from dflash.cli import app as cli
-from dflash.training import Example, TrainingSettings, build_optimizers, estimate_memory, new_drafter, read_yaml
+from dflash.training import (
+    BatchPlan,
+    Example,
+    TrainingSettings,
+    build_optimizers,
+    estimate_memory,
+    new_drafter,
+    read_yaml,
+)
 
 
 ROOT = Path(__file__).parents[1]
@@ -152,7 +160,8 @@ def test_the_configurations_of_an_8b_target_are_settings_that_fit(
         optimizers=build_optimizers(eight_b.drafter, *rates),
         precision=settings.mixed_precision,
         attention="flex_attention",
-        cut=lambda: {"batch_tokens": settings.batch_tokens, "seed": 0, "pack_length": None},
+        plan=BatchPlan(settings.num_anchors, settings.batch_tokens),
+        num_shares=processes * settings.gradient_accumulation_steps,
     )
     for length in (64, 256, 540, 1000, settings.max_length):
         one = Example([5] * length, [1] * length)
