@@ -136,7 +136,8 @@ def adaptation_sources(
     if not 0 < general_share < 1:
         raise ValueError(f"general_share={general_share}: give a share of the tokens, above 0 and below 1.")
     sources: dict[str, str] = {}
-    for path in map(Path, data if general is None else [*data, general]):
+    files = data if general is None else [*data, general]
+    for path in map(Path, files):
         source = str(path)
         is_file_name = path.suffix in (".jsonl", ".json", *FILE_FORMATS)
         name = (path.stem if is_file_name else path.name).removesuffix(".trace")
@@ -174,7 +175,8 @@ def _domains(
 def _some(examples: Examples, room: float, seed: int) -> Examples:
     """Examples of at most `room` tokens in all, in random order."""
     lengths = lengths_of(examples)
-    order = random.Random(seed).sample(range(len(lengths)), len(lengths))
+    places = list(range(len(lengths)))
+    order = random.Random(seed).sample(places, len(places))
     ends = accumulate(lengths[place] for place in order)
-    count = sum(1 for _ in takewhile(lambda end: end <= room, ends))
-    return selected(examples, order[:count])
+    within = list(takewhile(lambda end: end <= room, ends))
+    return selected(examples, order[: len(within)])

@@ -19,7 +19,8 @@ class LowRankChange(nn.Module):
     def __init__(self, weight: Tensor, rank: int, generator: torch.Generator) -> None:
         super().__init__()
         height, width = weight.shape
-        down = torch.randn(rank, width, generator=generator) / math.sqrt(width)
+        noise = torch.randn(rank, width, generator=generator)
+        down = noise / math.sqrt(width)
         self.down = nn.Parameter(down.to(weight))  # [R, in]
         self.up = nn.Parameter(weight.new_zeros(height, rank))  # [out, R]
 
@@ -35,15 +36,16 @@ def change_in_low_rank(drafter: nn.Module, rank: int, seed: int) -> None:
         ValueError: for a rank that saves nothing in any matrix.
     """
     linear = [module for module in drafter.modules() if isinstance(module, nn.Linear)]
-    largest = max(min(module.weight.shape) for module in linear)
+    ranks = [min(module.weight.shape) for module in linear]
+    largest = max(ranks)
     if rank >= largest:
         raise ValueError(
             f"lora_rank={rank} and the largest matrix has rank {largest}: give less, or train all weights."
         )
     drafter.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    for module in linear:
-        change = LowRankChange(module.weight, min(rank, *module.weight.shape), generator)
+    for module, whole_rank in zip(linear, ranks, strict=True):
+        change = LowRankChange(module.weight, min(rank, whole_rank), generator)
         parametrize.register_parametrization(module, "weight", change)
 
 

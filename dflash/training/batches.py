@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -221,7 +221,8 @@ def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list
     """The batches of an epoch as sequences of document numbers. The same plan and epoch give the same batches."""
     rng = random.Random(f"batches-{plan.seed}-{epoch}")
     if plan.pack_length is None:
-        batches = batch_indices(list(map(_padded, lengths)), plan.batch_tokens, rng)
+        padded = list(map(_padded, lengths))
+        batches = batch_indices(padded, plan.batch_tokens, rng)
         return [[[number] for number in batch] for batch in batches]
     packed = pack_examples(lengths, plan.pack_length, rng)
     count = max(1, plan.batch_tokens // plan.pack_length)
@@ -236,8 +237,9 @@ def epoch_batches(examples: Examples, epoch: int, plan: BatchPlan, first: int = 
     does what is learned from it.
     """
     width = _padded(plan.pack_length or 0)
-    for sequences in epoch_sequences(lengths_of(examples), epoch, plan)[first:]:
-        documents = {number: examples[number] for sequence in sequences for number in sequence}
+    batches = epoch_sequences(lengths_of(examples), epoch, plan)
+    for sequences in batches[first:]:
+        documents = {number: examples[number] for number in chain.from_iterable(sequences)}
         anchors = {
             number: sample_anchors(
                 document.mask_array,

@@ -131,8 +131,9 @@ def _attend(
     context_scores = context_scores.unflatten(2, rows.shape[2:4])
     own_scores = rows @ block_key.mT
     scores = torch.cat([context_scores, own_scores], dim=-1)  # [B, G, A, H / G * N, S + N]
-    mask = attention_mask.to(scores.dtype)[:, :, :, None]
-    by_head = scores.unflatten(3, (-1, block_size)) + mask
+    mask = attention_mask.to(scores.dtype)
+    by_head = scores.unflatten(3, (-1, block_size))
+    by_head = by_head + mask[:, :, :, None]
     weights = by_head.flatten(3, 4).softmax(dim=-1)
     weights = weights.to(block_value.dtype)
     if dropout:

@@ -69,7 +69,8 @@ def chat_messages(messages: Any) -> list[Facts]:
     """The messages of a row in new dictionaries; ValueError unless they are a list of objects."""
     is_text_or_object = isinstance(messages, (str, Mapping))
     is_list = isinstance(messages, Iterable) and not is_text_or_object
-    if not is_list or not all(isinstance(message, Mapping) for message in messages):
+    are_objects = is_list and all(isinstance(message, Mapping) for message in messages)
+    if not are_objects:
         raise ValueError(f"its messages are {reprlib.repr(messages)}: give a list of objects with role and content.")
     for message in messages:
         for value in message.values():
@@ -90,8 +91,9 @@ def sharegpt_messages(turns: Any) -> list[Facts]:
 def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, template_kwargs: Facts) -> Example:
     encoded = _apply_template(messages, tokenizer, return_assistant_tokens_mask=True, **template_kwargs)
     loss_mask = list(map(int, encoded["assistant_masks"]))
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
-    if any(answers) and not any(loss_mask):
+    turns = [message for message in messages if message["role"] == "assistant"]
+    says_something = any(turn["content"] for turn in turns)
+    if says_something and not any(loss_mask):
         raise ValueError(
             "The chat template marks no token as the assistant's: wrap what the assistant says in "
             "{% generation %}…{% endgeneration %} in the template, or give rows of prompt and completion."
@@ -105,7 +107,8 @@ def _encode_completion(prompt: Any, completion: Any, tokenizer: Any, template_kw
         response_ids = _token_ids(completion, tokenizer, add_special_tokens=False)
         return with_response(prompt_ids, response_ids + _end(tokenizer))
     messages = chat_messages([*prompt, *completion])
-    input_ids = list(_apply_template(messages, tokenizer, **template_kwargs)["input_ids"])
+    encoded = _apply_template(messages, tokenizer, **template_kwargs)
+    input_ids = list(encoded["input_ids"])
     length = len(prompt_ids)
     if input_ids[:length] != prompt_ids:
         raise ValueError(
@@ -160,8 +163,10 @@ def write_examples(path: Path, examples: Iterable[Example]) -> None:
     with path.open("w") as file:
         for example in examples:
             prompt_ids = example.prompt_ids
-            row = {"prompt_ids": prompt_ids, "response_ids": example.input_ids[len(prompt_ids) :]}
-            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+            response_ids = example.input_ids[len(prompt_ids) :]
+            row = {"prompt_ids": prompt_ids, "response_ids": response_ids}
+            line = json.dumps(row, separators=(",", ":"))
+            file.write(line + "\n")
 
 
 @dataclass(frozen=True)
@@ -174,8 +179,10 @@ class Wanted:
 
     def takes(self, example: Example) -> bool:
         """Whether the example is usable: its length is in the range, and a block may begin in it."""
-        is_too_long = self.longest is not None and len(example) > self.longest
-        return example.has_anchor and len(example) >= self.shortest and not is_too_long
+        length = len(example)
+        if self.longest is not None and length > self.longest:
+            return False
+        return length >= self.shortest and example.has_anchor
 
 
 def load_examples(

@@ -113,7 +113,8 @@ class ExampleTable(Sequence[Example]):
 
     def lengths(self) -> list[int]:
         """The length of each example."""
-        return self.table.select_columns("length")[:].column("length").to_pylist()
+        lengths = self.table.select_columns("length")[:]
+        return lengths.column("length").to_pylist()
 
 
 Examples = Sequence[Example]
@@ -122,7 +123,9 @@ Prompts = Sequence[Sequence[int]]  # their token ids
 
 def lengths_of(sequences: Sequence[Sized]) -> list[int]:
     """The length of each sequence; the examples of a table are not read."""
-    return sequences.lengths() if isinstance(sequences, ExampleTable) else list(map(len, sequences))
+    if isinstance(sequences, ExampleTable):
+        return sequences.lengths()
+    return list(map(len, sequences))
 
 
 def has_rejected(examples: Examples) -> bool:
@@ -147,7 +150,8 @@ def joined(parts: Sequence[Examples]) -> Examples:
         return [example for part in parts for example in part]
     import datasets
 
-    return ExampleTable(datasets.concatenate_datasets([_table(part) for part in parts]))
+    tables = [_table(part) for part in parts]
+    return ExampleTable(datasets.concatenate_datasets(tables))
 
 
 def _table(part: Examples) -> Any:

@@ -45,12 +45,14 @@ class CachedFeatures:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if not expected["has_last_states"]:  # states that nobody asks for may be there
             expected = expected | {"has_last_states": manifest["has_last_states"]}
-        differences = changes({name: manifest.get(name) for name in expected}, expected)
+        before = {name: manifest.get(name) for name in expected}
+        differences = changes(before, expected)
         if differences:
             remedy = "give another folder, or delete this one"
             raise ValueError(f"The features in {folder} are not those of this run ({differences}): {remedy}.")
         self._documents = manifest["documents"]
-        self._shards = [safe_open(str(folder / name), framework="pt") for name in manifest["shards"]]
+        paths = [str(folder / name) for name in manifest["shards"]]
+        self._shards = [safe_open(path, framework="pt") for path in paths]
 
     def __call__(self, batch: Batch, wants_states: bool = False) -> TargetStates:
         """The states of every token of `batch`, on its device and in fp32; 0 for padding."""
@@ -86,8 +88,9 @@ def feature_bytes(target: FrozenTarget, examples: Examples, wants_states: bool) 
     """Bytes that the features of `examples` take on disk."""
     config = target.drafter.config
     width = config.hidden_size * (len(config.target_layer_ids) + wants_states)
-    distinct = {key_of(example.token_array): len(example) for example in examples}
-    return sum(distinct.values()) * width * target.target.dtype.itemsize
+    lengths = {key_of(example.token_array): len(example) for example in examples}  # each document once
+    value_bytes = target.target.dtype.itemsize
+    return sum(lengths.values()) * width * value_bytes
 
 
 def write_features(
@@ -187,7 +190,8 @@ def _clear(folder: Path) -> None:
     """Makes `folder` and deletes what an unfinished write left in it; ValueError if it holds something else."""
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = {*folder.glob("*.safetensors"), *folder.glob(f".{MANIFEST}.*")}
-    strangers = sorted(path.name for path in {*folder.iterdir()} - unfinished)
+    others = {*folder.iterdir()} - unfinished
+    strangers = sorted(path.name for path in others)
     if strangers:
         raise ValueError(f"{folder} holds {strangers[0]}, which is none of our features: give a new folder.")
     for path in unfinished:
@@ -196,7 +200,8 @@ def _clear(folder: Path) -> None:
 
 def key_of(input_ids: Sequence[int]) -> str:
     """The key of a document's features."""
-    return hashlib.sha256(array("q", input_ids).tobytes()).hexdigest()[:32]
+    content = array("q", input_ids).tobytes()
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
 def documents_of(batch: Batch) -> Iterator[tuple[int, slice]]:

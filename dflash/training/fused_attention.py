@@ -43,8 +43,10 @@ class FusedBlocks(torch.autograd.Function):
         )
         denominator = denominator.view(*query.shape[:4], 1)  # of the context; a logarithm in fp32
         scores = _own_scores(query, block_key, block_mask)
-        joint = torch.logaddexp(denominator, scores.logsumexp(dim=-1, keepdim=True))
-        own = (scores - joint).exp().to(query.dtype) @ block_value
+        own_denominator = scores.logsumexp(dim=-1, keepdim=True)
+        joint = torch.logaddexp(denominator, own_denominator)
+        weights = (scores - joint).exp()
+        own = weights.to(query.dtype) @ block_value
         context_share = (denominator - joint).exp().to(query.dtype)
         output = output.view_as(query) * context_share + own
         ctx.save_for_backward(
@@ -71,7 +73,8 @@ class FusedBlocks(torch.autograd.Function):
             attn_mask=context_mask,
             scale=1.0,
         )
-        weights = (_own_scores(query, block_key, block_mask) - joint).exp()
+        scores = _own_scores(query, block_key, block_mask)
+        weights = (scores - joint).exp()
         mean = _wide(gradient * output).sum(dim=-1, keepdim=True)
         of_weights = _wide(gradient @ block_value.mT)
         of_scores = (weights * (of_weights - mean)).to(query.dtype)

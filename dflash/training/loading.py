@@ -211,7 +211,8 @@ def _usable(
     """The examples of a source that can be trained on; ValueError with its name for a row of another target."""
     try:
         if has_rejected(examples):
-            rows = islice(read_rows(source, settings.split, settings.streaming), len(examples))
+            rows = read_rows(source, settings.split, settings.streaming)
+            rows = islice(rows, len(examples))
             check_trace(rows, target, ready.tokenizer, ready.target)
         return usable(examples, ready.drafter, ready.target, announce)
     except ValueError as error:
@@ -244,8 +245,10 @@ def _wanted(settings: TrainingSettings, start: DFlashDraftModel | None) -> Wante
     """The examples that are taken from each source; `None` for all."""
     if settings.samples is None:
         return None
-    block_size = settings.block_size or (BLOCK_SIZE if start is None else start.config.block_size)
-    return Wanted(settings.samples, max(block_size, settings.min_length or 0), settings.longest)
+    block_size = BLOCK_SIZE if start is None else start.config.block_size
+    block_size = settings.block_size or block_size
+    shortest = max(block_size, settings.min_length or 0)
+    return Wanted(settings.samples, shortest, settings.longest)
 
 
 def _load_target(target: Source, settings: TrainingSettings) -> PreTrainedModel:

@@ -75,7 +75,8 @@ class DrafterLoss:
         hidden_states = self._forward(layout, states.features, attention)  # [B * R, D]
 
         first = self.config.block_size - self.config.num_proposals  # 1, unless the anchor's position proposes too
-        learned = _Learned(layout.is_learned.view(-1, self.config.block_size), first)
+        is_learned = layout.is_learned.view(-1, self.config.block_size)
+        learned = _Learned(is_learned, first)
         sequences = torch.arange(len(batch.input_ids), device=layout.previous.device)
         length = batch.input_ids.shape[1]
         previous = layout.previous + sequences[:, None] * length  # places in the flattened batch

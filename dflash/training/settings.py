@@ -277,7 +277,8 @@ class TrainingSettings:
         """
         if self.muon_learning_rate is not None:
             return self.muon_learning_rate
-        return RECIPES[self.recipe]["muon_learning_rate"] * math.sqrt(RECIPE_WIDTH / width)
+        rate = RECIPES[self.recipe]["muon_learning_rate"]
+        return rate * math.sqrt(RECIPE_WIDTH / width)
 
     def changed(self, **settings: Any) -> "TrainingSettings":
         """A copy with other `settings`. A recipe among them decides anew what recipes decide."""
@@ -292,7 +293,9 @@ class TrainingSettings:
     @property
     def begins_at_target(self) -> bool:
         """Whether a new drafter begins with the target's weights."""
-        return RECIPES[self.recipe]["from_target"] if self.from_target is None else self.from_target
+        if self.from_target is not None:
+            return self.from_target
+        return RECIPES[self.recipe]["from_target"]
 
     def recipe_text(self) -> str:
         """The recipe, and what was set instead of its values: `short with learning_rate=0.001`."""
@@ -305,7 +308,8 @@ class TrainingSettings:
 
     def interval(self, name: str, steps: int) -> int:
         """`eval_every` or `save_every` of a run of `steps` steps."""
-        return getattr(self, name) or max(1, min(500, steps // 10))
+        default = max(1, min(500, steps // 10))
+        return getattr(self, name) or default
 
     def chosen(self, names: Collection[str]) -> Facts:
         """The settings of these names that are not `None`."""
@@ -367,7 +371,8 @@ def _number_of(value: Any) -> Any:
 
 def _options(hint: Any) -> tuple[Any, ...]:
     """The types of a union, or the type alone."""
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    is_union = get_origin(hint) in (Union, UnionType)
+    return get_args(hint) if is_union else (hint,)
 
 
 def _fits(value: Any, option: Any) -> bool:

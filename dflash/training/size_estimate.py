@@ -55,7 +55,8 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     )
     size = widest(trainer)
     vocab_size = text_config(trainer.target).vocab_size
-    rows = min(settings.chunk_rows or rows_of_chunk(vocab_size), size.queries)
+    chunk_rows = settings.chunk_rows or rows_of_chunk(vocab_size)
+    rows = min(chunk_rows, size.queries)
     return {
         "target": target // (processes if settings.shard_target else 1),
         "drafter": drafter.num_parameters() * 4 // share,
@@ -93,7 +94,8 @@ def _copied_bytes(trainer: Trainer) -> int:
     Layers whose weights are frozen keep none, because no gradient crosses them.
     """
     drafter = trainer.drafter
-    if not any(parameter.requires_grad for parameter in drafter.layers.parameters()):
+    is_trained = [parameter.requires_grad for parameter in drafter.layers.parameters()]
+    if not any(is_trained):
         return 0
     value_bytes = 4 * is_changed(drafter)
     if trainer.precision == "bf16":
@@ -113,7 +115,8 @@ def _layer_bytes(trainer: Trainer, size: BatchSize) -> int:
     width = config.hidden_size
     if not trainer.settings.gradient_checkpointing:
         width = HIDDEN_TENSORS * config.hidden_size + MLP_TENSORS * config.intermediate_size
-    values = config.num_hidden_layers * width + GRU_TENSORS * (config.gru_hidden_dim or 0)
+    gru_width = config.gru_hidden_dim or 0
+    values = config.num_hidden_layers * width + GRU_TENSORS * gru_width
     return size.queries * values * _value_bytes(trainer)
 
 
@@ -125,7 +128,8 @@ def _score_bytes(trainer: Trainer, size: BatchSize) -> int:
     config = trainer.drafter.config
     if trainer.attention == "flex_attention":
         return 0
-    masks = 4 * size.pairs * len(set(config.layer_types))
+    num_types = len(set(config.layer_types))
+    masks = 4 * size.pairs * num_types
     if is_fused(trainer.accelerator.device, config.attention_dropout):
         return masks
     scores = size.pairs * config.num_attention_heads
@@ -173,4 +177,5 @@ def widest(trainer: Trainer) -> BatchSize:
 
 def _largest_sum(values: list[int], batch: list[list[int]]) -> int:
     """The largest sum over the documents of a sequence."""
-    return max(sum(values[number] for number in sequence) for sequence in batch)
+    sums = [sum(values[number] for number in sequence) for sequence in batch]
+    return max(sums)

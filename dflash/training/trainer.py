@@ -190,7 +190,8 @@ class Trainer:
 
     def feature_bytes(self) -> int:
         """Bytes that the target's features of the data would take on disk."""
-        return feature_bytes(self._frozen, self.examples, reads_target(self.settings.loss))
+        wants_states = reads_target(self.settings.loss)
+        return feature_bytes(self._frozen, self.examples, wants_states)
 
     def _cached_features(self, announce: Announce) -> CachedFeatures | None:
         """The features in the folder that the settings name, written first if it holds none; `None` without such a folder."""
@@ -237,7 +238,8 @@ class Trainer:
             counts,
             stop,
         )
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.max_grad_norm)
+        parameters = self.drafter.parameters()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.max_grad_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         self._check_finite(loss, norm.item(), place, batch)
@@ -340,13 +342,15 @@ class Trainer:
         parts = [batch.share(share, self.num_shares) for share in shares]
         if is_sharded(self.drafter) or is_sharded(self.target):  # all processes must run equally often
             return parts
-        num_full = sum(share < len(batch.input_ids) for share in shares)
+        num_sequences = len(batch.input_ids)
+        num_full = sum(share < num_sequences for share in shares)
         return parts[: max(1, num_full)]
 
     @cached_property
     def batches_per_epoch(self) -> int:
         """Batches of the first epoch; later epochs may have one more or less."""
-        return len(epoch_sequences(lengths_of(self.examples), 0, self.plan))
+        lengths = lengths_of(self.examples)
+        return len(epoch_sequences(lengths, 0, self.plan))
 
     def _endless_batches(self) -> Iterator[tuple[Place, Batch]]:
         """Every batch from `next_place` on, with its place."""
