@@ -137,7 +137,8 @@ def regenerate_data(
             file.check_settings()
         finished = set() if overwrite else file.finished()
         left = [dialogue for dialogue in asked if dialogue.number not in finished]
-        record = RegenerationRecord(left_out=dict(left_out))
+        record = RegenerationRecord()
+        record.left_out = dict(left_out)
         record.was_finished = len(asked) - len(left)
         processes.gather([None])  # no process writes before all have checked
         if processes.is_first:

@@ -27,12 +27,16 @@ WARNED_OF_LENGTH = "sequence-length-is-longer-than-the-specified-maximum"
 
 def opened(data: str | os.PathLike[str] | Iterable[Row], settings: RegenerationSettings) -> Source:
     """A function that reads the rows of a file, folder or Hub id, or these rows themselves. Raises as `read_rows`."""
+    rows: Iterable[Row]
     if isinstance(data, (str, os.PathLike)):
         read = partial(read_rows, os.fspath(data), settings.split, settings.streaming)
         rows = read()
-        return read if isinstance(rows, Iterator) else lambda: rows
-    is_read_twice = isinstance(data, Iterator) and not settings.streaming
-    rows = list(data) if is_read_twice else data
+        if isinstance(rows, Iterator):
+            return read
+    elif isinstance(data, Iterator) and not settings.streaming:
+        rows = list(data)  # which are read twice
+    else:
+        rows = data
     return lambda: rows
 
 

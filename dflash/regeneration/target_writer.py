@@ -353,7 +353,10 @@ class _ByUniforms(processing.LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Scores [B, V]: 0 for the chosen token, -inf for all others."""
         position = input_ids.shape[1] - self.first_column
-        uniforms = torch.stack([self.uniforms(sequence, position, 1) for sequence in self.sequences])  # [B, 1]
-        choices = choose_sampled(scores[:, None], place_uniforms(uniforms, scores.device))  # [B, 1]
-        chosen: Any = torch.full_like(scores, -torch.inf).scatter_(1, choices, 0.0)
+        of_sequences = [self.uniforms(sequence, position, 1) for sequence in self.sequences]
+        uniforms = torch.stack(of_sequences)  # [B, 1]
+        uniforms = place_uniforms(uniforms, scores.device)
+        choices = choose_sampled(scores[:, None], uniforms)  # [B, 1]
+        chosen: Any = torch.full_like(scores, -torch.inf)
+        chosen.scatter_(1, choices, 0.0)
         return chosen
