@@ -115,6 +115,27 @@ def test_a_conversation_goes_on_recorded(pair: Pair, recorder: PlayedRecorder) -
     assert recorder.num_recordings == 1
 
 
+@pytest.mark.usefixtures("_small_rooms")
+@pytest.mark.parametrize("prompt_length", [27, 41])
+def test_wide_lookups_at_a_recordings_end_lose_nothing(prompt_length: int, recorder: PlayedRecorder) -> None:
+    """Known bug: their columns moved the text to other storage, and the next replay did not see them."""
+    pair = Pair.make(seed=11)
+    options: dict[str, Any] = {"prompt_lookup_num_tokens": 63, "max_matching_ngram_size": 2, "max_new_tokens": 200}
+    blocks = list(pair.blocks([prompt_length], **options, **RECORDED))
+    assert pair.texts_of(blocks) == pair.expected([prompt_length], 200)
+    assert any(block.is_lookup for block in blocks)
+    assert recorder.num_replays > 10
+
+
+def test_texts_in_and_outside_inference_mode_share_a_recording(pair: Pair, recorder: PlayedRecorder) -> None:
+    """Promise: what is recorded in inference mode is written outside of it."""
+    with torch.inference_mode():
+        pair.check([17], **RECORDED)
+    pair.check([60], **RECORDED)
+    assert fallback_reason(pair.drafter, pair.target) is None
+    assert recorder.num_recordings == 1
+
+
 def test_eager_and_recorded_turns_of_a_conversation_take_turns(pair: Pair) -> None:
     conversation = Conversation()
     for length, keywords in ((17, RECORDED), (57, {"compile": False}), (97, RECORDED), (137, {"compile": False})):

@@ -95,6 +95,14 @@ class Recording:
                 states.zero_()
             cache.adopt(storage.keys, storage.values)
 
+    def holds(self, target_cache: PreallocatedCache, draft_cache: PreallocatedCache) -> bool:
+        """Whether a text's keys and values still lie here. A cache that outgrows its storage moves to another."""
+        for cache, storage in ((target_cache, self._target_storage), (draft_cache, self._draft_storage)):
+            keys, _ = cache.storage(0)
+            if keys[0] is not storage.keys[0]:
+                return False
+        return True
+
     def run(self, state: State, drawn: Drawn | None) -> WholeStep:
         """A step of at most `num_sequences` sequences, whose keys and values lie in this recording's storage."""
         for name, tensor in vars(state).items():

@@ -176,6 +176,9 @@ class EngineRunner(EagerRunner):
 
     # -- a whole step
 
+    # What is compiled and recorded outlives a text, and serves the next one in inference mode and outside.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def run_whole(self, sequences: list[TextSequence], anchors: torch.Tensor) -> Step:
         """A step as one function. NotWholeError: this text's steps have to run eagerly from now on."""
         context = self.conversation.context
@@ -240,19 +243,24 @@ class EngineRunner(EagerRunner):
             raise NotWholeError from error
 
     def _open_recording(self, state: State, drawn: Drawn | None) -> Recording:
-        """The recording that this text runs on; the text moves to a larger one when it has outgrown its own."""
+        """The recording that this text runs on; the text moves to a larger one when it has outgrown its own.
+
+        It has also outgrown it if an eager step between was too wide for it, which moves a cache to other storage.
+        """
         num_columns = self._shape.num_proposals + 1
         longest = max(self.conversation.target_cache.lengths)
         length = longest + 2 * num_columns + self._shape.block_size
-        if self._recording is not None and length <= self._recording.capacity:
-            return self._recording
+        caches = (self.conversation.target_cache, self.conversation.context.cache)
+        recording = self._recording
+        if recording is not None and length <= recording.capacity and recording.holds(*caches):
+            return recording
         self.close()
         room = min(self.request.max_new_tokens, INITIAL_NEW_TOKENS)
         capacity = capacity_for(length + room)
         key = (len(state.anchors), capacity, self._kind)
         recording = self._state.recordings.take(key, lambda: self._new_recording(state, drawn, capacity))
         self._recording = recording
-        recording.lend(self.conversation.target_cache, self.conversation.context.cache)
+        recording.lend(*caches)
         if recording.is_new and not recording.is_right(state, drawn):
             raise RuntimeError("recorded, it computes something else than eagerly")
         return recording
