@@ -121,6 +121,16 @@ def test_a_causal_head_is_captured(head: dict[str, int], pair: Pair) -> None:
 
 
 @pytest.mark.usefixtures("_captured")
+def test_texts_in_and_outside_inference_mode_share_a_graph(pair: Pair) -> None:
+    """Promise: a step that was compiled in inference mode serves the texts outside of it."""
+    with torch.inference_mode():
+        pair.check([17], **COMPILED)
+    pair.check([60], **COMPILED)
+    assert num_graphs() == 1
+    assert fallback_reason(pair.drafter, pair.target) is None
+
+
+@pytest.mark.usefixtures("_captured")
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "qwen3_moe", "qwen3_next"])
 def test_other_families_compile_or_say_why_not(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Promise: the text is exact either way, and one warning says what runs eagerly."""

@@ -112,6 +112,22 @@ def test_a_conversation_goes_on_recorded(pair: Pair, recorder: PlayedRecorder) -
     assert recorder.num_made == 1
 
 
+def test_texts_in_and_outside_inference_mode_share_a_recording(pair: Pair, recorder: PlayedRecorder) -> None:
+    """Promise: what is recorded in inference mode is written outside of it."""
+    with torch.inference_mode():
+        pair.check([17], **RECORDED)
+    pair.check([60], **RECORDED)
+    assert fallback_reason(pair.drafter, pair.target) is None
+    assert recorder.num_made == 1
+
+
+def test_eager_and_recorded_turns_of_a_conversation_take_turns(pair: Pair) -> None:
+    conversation = Conversation()
+    for length, keywords in ((17, RECORDED), (57, {"compile": False}), (97, RECORDED), (137, {"compile": False})):
+        pair.check([length], conversation=conversation, **keywords)
+        assert conversation.num_reused >= length - NEW_TOKENS - 17
+
+
 def states_of(conversation: Conversation) -> list[torch.Tensor]:
     """Keys and values of both caches, and the context that waits."""
     states = [conversation.context.waiting.features]

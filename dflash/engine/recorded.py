@@ -18,7 +18,6 @@ import torch
 from dflash.model.cache_dflash import CAPACITY_STEP, PreallocatedCache
 from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS
 
-from .options import MOST_LOOKED_UP
 from .steps import WholeRunner, checked
 from .whole import Inputs, State, Storage, WholeStep, whole_step
 
@@ -95,6 +94,14 @@ class Recording:
                 states.zero_()
             adopt(cache, storage.keys, storage.values)
 
+    def holds(self, *caches: PreallocatedCache) -> bool:
+        """Whether a text's keys and values still lie here. A cache that outgrows its storage moves to another."""
+        for cache, storage in zip(caches, self._storages, strict=True):
+            layer = cache.attention_layers()[0]
+            if layer.keys is not storage.keys[0]:
+                return False
+        return True
+
     def run(self, state: State) -> WholeStep:
         """The step after `state`, of at most as many sequences as recorded, whose keys and values lie here."""
         for name, tensor in vars(state).items():
@@ -118,13 +125,14 @@ class RecordedRunner(WholeRunner):
 
     def compute(self, state: State) -> WholeStep:
         """As `WholeRunner.compute`."""
+        caches = (self.conversation.target_cache, self.conversation.context.cache)
         longest = max(self.conversation.target_cache.lengths)
-        # Eager steps with lookups run between recorded ones, on the same storage.
-        widest = 2 * self.kind.num_proposals + self.kind.block_size + MOST_LOOKED_UP
-        length = longest + widest
-        if self._recording is None or length > self._recording.capacity:
+        length = longest + 2 * (self.kind.num_proposals + 1) + self.kind.block_size
+        recording = self._recording
+        # An eager step between may have been too wide for it, and have moved a cache to other storage.
+        if recording is None or length > recording.capacity or not recording.holds(*caches):
             return self._move(state, length)
-        return self._recording.run(state)
+        return recording.run(state)
 
     def _move(self, state: State, length: int) -> WholeStep:
         """The first step on another recording, with room for `length` positions and new tokens."""

@@ -73,6 +73,9 @@ class WholeRunner(EagerRunner):
         lookup = self.proposer
         return not (isinstance(lookup, LookupProposer) and lookup.has_match(sequences))
 
+    # What is compiled and recorded outlives a text, and serves the next one in inference mode and outside.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def run_whole(self, sequences: list[TextSequence], anchors: torch.Tensor) -> Step:
         """A step as one function."""
         state = self._state(sequences, anchors)

@@ -24,7 +24,6 @@ STEP = "step"
 NUM_IN_STEPS = "_num_in_steps"  # attribute of a model: threads whose step runs on it
 # CUDA's kernels read masks whose rows begin at multiples of this number, and copy others in every layer.
 ROW_ALIGNMENT = 8
-
 # Devices whose kernels align causal attention without a mask to the last keys.
 ALIGNING_DEVICES = ("cuda",)
 
@@ -231,12 +230,13 @@ def mask_in_step(*args: Any, local_size: int | None = None, **kwargs: Any) -> to
     `None` where it would be only causal, in this thread's step on a device whose kernels align causal attention.
     """
     is_causal_alone = local_size is None and kwargs.get("attention_mask") is None
-    may_be_skipped = is_causal_alone and kwargs.get("allow_is_causal_skip", True)
-    # transformers 4 passes no device.
-    device = kwargs["device"] if "device" in kwargs else kwargs["cache_position"].device
+    may_be_skipped = kwargs.get("allow_is_causal_skip", True)
+    positions = kwargs.get("cache_position")  # in transformers 4, which passes no device
+    device = kwargs.get("device", "cpu") if positions is None else positions.device
     # Not for a forward of another thread, which may attend by "sdpa" when this thread's step has ended.
     is_in_step = getattr(_thread, "is_in_step", False)
-    if may_be_skipped and is_in_step and torch.device(device).type in ALIGNING_DEVICES:
+    is_aligned = is_in_step and torch.device(device).type in ALIGNING_DEVICES
+    if is_causal_alone and may_be_skipped and is_aligned:
         return None
     visible = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, local_size=local_size, **kwargs)
     if visible is None:

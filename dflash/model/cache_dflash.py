@@ -67,11 +67,12 @@ class PreallocatedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         num_sequences, _, width, _ = key_states.shape
         start = self.length
-        self.length += width
-        self.reserve(self.length)
+        end = start + width
+        self.reserve(end)  # may fail for want of memory, before anything has changed
+        self.length = end
         # The storage may have room for more sequences.
-        keys = self.keys[:num_sequences, :, : self.length]
-        values = self.values[:num_sequences, :, : self.length]
+        keys = self.keys[:num_sequences, :, :end]
+        values = self.values[:num_sequences, :, :end]
         if self.slots is None:
             keys[:, :, start:] = key_states
             values[:, :, start:] = value_states
@@ -218,10 +219,6 @@ class RunningState:
     def renew(self) -> None:
         """Copies the state, because one made in inference mode cannot be written outside of it."""
         self._set(self._mapped(torch.clone))
-
-    def renew(self) -> None:
-        """Copies the state, because one made in inference mode cannot be written outside of it."""
-        self._set([_copied(states) for states in self._states])
 
     def _set(self, values: Sequence[States]) -> None:
         for states, value in zip(self._states, values, strict=True):
