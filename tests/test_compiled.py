@@ -16,7 +16,7 @@ import pytest
 import torch
 from devices import LateDevice, Pair, PlayedCompiler, replace_method
 from families import FAMILIES
-from tiny_models import GREEDY, SMALL, greedy, make_drafter, make_prompt, make_target
+from tiny_models import BLOCK_SIZE, GREEDY, SMALL, ScriptedDrafter, greedy, make_drafter, make_prompt, make_target
 from torch._dynamo.utils import counters
 
 from dflash import generate_blocks, spec_generate
@@ -183,6 +183,15 @@ def test_compiling_is_announced_once(pair: Pair, caplog: pytest.LogCaptureFixtur
     (record,) = [record for record in caplog.records if "are being compiled" in record.message]
     assert record.levelno == logging.WARNING
     assert "compile=False avoids it" in record.message
+
+
+def test_the_caches_are_those_of_the_output_that_is_used(pair: Pair, compiler: PlayedCompiler) -> None:
+    """Known bug: the eager step that the first output is compared with ran after it, and had proposed otherwise."""
+    drafter: Any = ScriptedDrafter(pair.target, pair.text, [2, 0, BLOCK_SIZE - 1], **SMALL)
+    prompt = pair.text[:, :17]
+    output = spec_generate(drafter, pair.target, prompt, **GREEDY, max_new_tokens=40, **COMPILED)
+    assert torch.equal(output.sequences, pair.text[:, :57])
+    assert compiler.num_made == 1
 
 
 # What changes

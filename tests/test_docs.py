@@ -20,8 +20,15 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 import dflash
 from dflash.checkpoints import export_embedded_pair
 from dflash.cli import app as cli
-from dflash.training import Example, TrainingSettings, build_optimizers, estimate_memory, new_drafter, read_yaml
-from dflash.training.batches import BatchPlan
+from dflash.training import (
+    BatchPlan,
+    Example,
+    TrainingSettings,
+    build_optimizers,
+    estimate_memory,
+    new_drafter,
+    read_yaml,
+)
 
 
 ROOT = Path(__file__).parents[1]

@@ -76,7 +76,7 @@ def test_a_text_that_outgrows_its_recording_moves_to_a_larger_one(
     pair: Pair, recorder: PlayedRecorder, lengths: list[int]
 ) -> None:
     pair.check(lengths, max_new_tokens=150, **RECORDED)
-    assert recorder.num_made == 2
+    assert recorder.num_made > 1
 
 
 @pytest.mark.usefixtures("_small_rooms")

@@ -6,6 +6,7 @@ The first output of each function is compared with that of the same step run eag
 from __future__ import annotations
 
 import re
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -56,7 +57,7 @@ class CompiledRunner(WholeRunner):
             return function(inputs)
         logger.warning("Steps are being compiled, a minute once; compile=False avoids it.")
         function = compile_step(inputs.target)
-        output = checked(function(inputs), inputs)
+        output = checked(partial(function, inputs), inputs)
         self.pair.functions[self.kind] = function
         return output
 

@@ -151,8 +151,9 @@ class RecordedRunner(WholeRunner):
         while len(self._shelf) >= MOST_RECORDINGS:
             self._shelf.popitem(last=False)
         inputs = self.inputs(state, Storage.of(target_cache, capacity), Storage.of(draft_cache, capacity))
-        self._recording = Recording(inputs)
-        return checked(self._recording.run(state), inputs)
+        recording = Recording(inputs)
+        self._recording = recording
+        return checked(partial(recording.run, state), inputs)
 
     def close(self) -> None:
         """Ends the text: its caches go on in storage of their own, and its recording is free for another text."""

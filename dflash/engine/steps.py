@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -122,9 +123,11 @@ class WholeRunner(EagerRunner):
         return Inputs(target, drafter, self.target.layout, self.kind, state, target_storage, draft_storage)
 
 
-def checked(output: WholeStep, inputs: Inputs) -> WholeStep:
+def checked(function: Callable[[], WholeStep], inputs: Inputs) -> WholeStep:
     """The first output of a function. RuntimeError: it is not that of the same step run eagerly."""
-    if not agree(output, whole_step(inputs)):
+    expected = whole_step(inputs)  # first: the caches keep what is written last
+    output = function()
+    if not agree(output, expected):
         raise RuntimeError("it computes something else than eagerly")
     return output
 

@@ -204,7 +204,7 @@ class DFlashConfig(Qwen3Config):
         for name, value in own.items():
             setattr(self, name, value)
         self._complete()
-        self.dflash_config = nested  # what other tools wrote there
+        self.dflash_config = {**nested, **_present(vars(self))}  # and what other tools wrote there
         self.check()
 
     def _complete(self) -> None:
@@ -318,13 +318,10 @@ class DFlashConfig(Qwen3Config):
         """All fields, with rope in both spellings: transformers 4 silently takes theta 10000 from the newer one alone."""
         fields = super().to_dict()
         fields.pop("dialect", None)
-        own = {}
-        for name, absent in ABSENT.items():
-            value = fields.pop(name, absent)
-            if value != absent:
-                own[name] = value
-        fields |= own
-        fields["dflash_config"] = {**self.dflash_config, **own}
+        own = _present(fields)
+        nested = _without_own(self.dflash_config)
+        fields = _without_own(fields) | own
+        fields["dflash_config"] = nested | own
         is_second = self.conv_kernel_size is not None or self.selector_rank is not None
         if is_second and fields.get("architectures"):
             fields["architectures"] = ["DFlash2DraftModel"]  # the name by which engines build DFlash2's parts
@@ -337,6 +334,15 @@ class DFlashConfig(Qwen3Config):
         if dtype is not None:
             fields |= {"dtype": dtype, "torch_dtype": dtype}
         return fields
+
+
+def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are written in both places."""
+    return {name: fields[name] for name, absent in ABSENT.items() if fields.get(name, absent) != absent}
+
+
+def _without_own(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in ABSENT}
 
 
 def _agreed(name: str, top_level: Any, nested: Any) -> Any:

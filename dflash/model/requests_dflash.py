@@ -6,7 +6,7 @@ A request that cannot be run exactly is refused with the value and the remedy. W
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -222,7 +222,7 @@ def read_prompt(
     """Ids [B, S] and their mask, from any form of `Prompts`. Raises ValueError for others, and for empty ones."""
     mask = None
     if isinstance(input_ids, Mapping):
-        names = ", ".join(sorted(further_inputs(input_ids)))
+        names = ", ".join(sorted(further_inputs(input_ids, known={"input_ids", "attention_mask"})))
         if names:
             raise InexactError(f"The prompt holds {names}, which this loop cannot feed the target: leave it out.")
         mask = input_ids.get("attention_mask")
@@ -241,15 +241,15 @@ def read_prompt(
     return input_ids, mask
 
 
-def further_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs that say something beyond token ids and their mask, such as images."""
+def further_inputs(inputs: Mapping[str, Any], known: Collection[str] = COMMON_INPUTS) -> dict[str, Any]:
+    """The inputs that say something beyond the `known` ones, such as images."""
     further = {}
     for name, value in inputs.items():
         # transformers 5 passes an empty dict where no image is encoded.
         parts = [leaf for leaf in tree_leaves(value) if leaf is not None]
         if name.endswith("token_type_ids"):  # zeros mean text
             parts = [part for part in parts if torch.as_tensor(part).any()]
-        if parts and name not in COMMON_INPUTS:
+        if parts and name not in known:
             further[name] = value
     return further
 
@@ -360,7 +360,7 @@ def _check_pad_inside(prompt_ids: torch.Tensor, pad: int) -> None:
         index, column = inside.nonzero()[0].tolist()
         fault = f"Prompt {index} holds the pad id {pad} at column {column + 1}"
         reason = "no attention_mask was given, so generate would mask that token"
-        remedy = "pass attention_mask (all ones if it is a token like others)"
+        remedy = "pad on the left, or pass attention_mask (all ones if it is a token like others)"
         raise InexactError(f"{fault} and {reason}: {remedy}.")
 
 
