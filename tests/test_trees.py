@@ -121,9 +121,7 @@ def test_a_causal_heads_tree_is_the_likeliest_paths_after_the_anchor(head_name: 
     hidden_states, anchor = torch.randn(3, drafter.config.hidden_size), torch.tensor([7])
     head = target.get_output_embeddings()
     request = SimpleNamespace(max_draft_tokens=None, temperature=0.8)
-    drafts: Any = SimpleNamespace(
-        drafter=drafter, request=request, target=SimpleNamespace(head=head), embed=embed
-    )
+    drafts: Any = SimpleNamespace(drafter=drafter, request=request, target=SimpleNamespace(head=head), embed=embed)
     log_probs, token_ids = TreeProposer(drafts, 2).branches(hidden_states[None], anchor[None])
     logits, candidate_ids = drafter.compute_logits(hidden_states, head).topk(5, dim=-1)
     assert torch.equal(token_ids, candidate_ids)

@@ -12,7 +12,7 @@ from dflash.model.targets_dflash import InexactError
 
 MOST_LOOKED_UP = 63  # tokens, so that a step has at most 64 columns
 DEFAULT_LOOKED_UP = 31
-DEFAULT_NGRAM_SIZE = 10
+DEFAULT_NGRAM_SIZE = 5
 MOST_NODES = 1024  # of a draft tree: its mask grows with their square
 LARGEST_CHOSEN_TREE = 63  # nodes, where the engine chooses; with the anchor 64 columns
 MOST_TOKENS = 2**31  # of a window; any number that is larger than a text means the whole text

@@ -345,7 +345,7 @@ class TreeCache(PreallocatedCache):
         for layer in self._attention_layers():
             if not layer.is_initialized:  # it reads the keys of another layer
                 continue
-            index = to_device(index, layer.keys.device)
-            layer.keys[:, :, kept] = layer.keys.index_select(2, index)
-            layer.values[:, :, kept] = layer.values.index_select(2, index)
+            for states in (layer.keys, layer.values):
+                index = to_device(index, states.device)
+                states[:, :, kept] = states.index_select(2, index)
         self._drop([width - len(columns)], lambda running: running.rewind_to(columns))
