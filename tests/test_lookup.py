@@ -98,22 +98,6 @@ def test_lookups_without_drafts_stand_alone() -> None:
     assert mixed.token_ids.tolist() == [[5, 6], [7, 8]]
 
 
-def test_a_looked_up_token_has_a_q_of_its_own() -> None:
-    """Promise: q is 1 for a token that was not drawn, stays what it was for drawn ones, and no candidate occurs twice."""
-    candidate_ids = torch.tensor([[[1, 2], [3, 4]], [[5, 6], [7, 8]]])
-    q = torch.tensor([[[0.7, 0.3], [0.6, 0.4]], [[0.2, 0.8], [0.5, 0.5]]])
-    drafted = Proposals(torch.tensor([[1, 4], [6, 7]]), candidate_ids, q, torch.tensor([True, True]))
-    mixed = with_lookups(drafted, {0: [1, 3, 9]})
-    assert mixed.token_ids.tolist() == [[1, 3, 9], [6, 7, 0]]
-    assert mixed.candidate_ids is not None
-    assert mixed.probabilities is not None
-    assert mixed.candidate_ids.tolist() == [[[1, 2], [3, 4], [9, 4]], [[5, 6], [7, 8], [0, 8]]]
-    assert torch.equal(mixed.probabilities[1, :2], q[1])
-    assert mixed.probabilities[0].tolist() == [[1, 0], [1, 0], [1, 0]]
-    assert mixed.probabilities[1, 2].tolist() == [1, 0]
-    assert torch.equal(mixed.is_finite, drafted.is_finite)
-
-
 class CountingDrafts:
     """Proposes the same tokens for every sequence, and counts."""
 
@@ -153,6 +137,14 @@ def test_a_step_is_wider_than_a_block_only_for_half_of_the_texts() -> None:
     assert few.token_ids.tolist() == [[3, 4, 1], [7, 8, 9], [7, 8, 9]]
     assert few.looked_up == (0,)
     assert proposed([REPEATS, REPEATS, VARIES], drafts).token_ids.shape[1] == 5
+
+
+def test_drawn_proposals_keep_their_q() -> None:
+    """Promise: nothing is looked up among them, so that no token is accepted by the q of another one."""
+    sequences = [TextSequence(index, torch.tensor(text)) for index, text in enumerate([REPEATS, VARIES])]
+    drawn = Proposals(torch.tensor([[7], [8]]), torch.tensor([[[7, 9]], [[8, 9]]]), torch.full((2, 1, 2), 0.5))
+    drafts = SimpleNamespace(propose=lambda *_: drawn)
+    assert LookupProposer(drafts, 5, 2, 3).propose(sequences, torch.tensor([[2], [16]]), 9) is drawn
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])

@@ -58,6 +58,11 @@ def random_distributions(depth: int, width: int, seed: int) -> tuple[list[list[l
     return log_probs.tolist(), token_ids.tolist()
 
 
+def positions_of(log_probs: Any, token_ids: Any) -> list[list[list[float]]]:
+    """What a tree is grown of."""
+    return [[ids, *rows] for ids, rows in zip(token_ids, log_probs, strict=True)]
+
+
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:
     """The tokens on the way to each node."""
     found: list[tuple[int, ...]] = [()]
@@ -72,7 +77,7 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
 def test_a_tree_is_the_likeliest_paths(budget: int, seed: int, num_rows: int) -> None:
     log_probs, token_ids = random_distributions(depth=3, width=6, seed=seed)
     log_probs = [rows[:num_rows] for rows in log_probs]
-    tree = DraftTree.grown(log_probs, token_ids, budget)
+    tree = DraftTree.grown(positions_of(log_probs, token_ids), budget)
     every = [
         (
             math.exp(
@@ -89,8 +94,8 @@ def test_a_tree_is_the_likeliest_paths(budget: int, seed: int, num_rows: int) ->
 
 def test_a_tree_ends_where_there_are_no_more_paths() -> None:
     log_probs, token_ids = random_distributions(depth=2, width=3, seed=0)
-    assert len(DraftTree.grown(log_probs, token_ids, 100).token_ids) == 3 + 9
-    assert DraftTree.grown([], [], 5).token_ids == []
+    assert len(DraftTree.grown(positions_of(log_probs, token_ids), 100).token_ids) == 3 + 9
+    assert DraftTree.grown([], 5).token_ids == []
 
 
 HEADS = {
@@ -139,7 +144,7 @@ def test_a_causal_heads_tree_is_the_likeliest_paths_after_the_anchor(head_name: 
             total += (causal_head.scores(d, *of_position, state) / 0.8).log_softmax(dim=-1)[0, i].item()
             previous = candidate_ids[d, i, None]
             chances[path[: d + 1]] = math.exp(total)
-    tree = DraftTree.grown(log_probs.tolist(), token_ids.tolist(), 40)
+    tree = DraftTree.grown(positions_of(log_probs.tolist(), token_ids.tolist()), 40)
     likeliest = sorted(chances, key=chances.__getitem__, reverse=True)[:40]
     assert paths(tree) == [tuple(int(token_ids[d, i]) for d, i in enumerate(path)) for path in likeliest]
     best = [0]

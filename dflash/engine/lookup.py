@@ -87,7 +87,7 @@ class PromptLookup:
 def with_lookups(proposals: Proposals, matches: Mapping[int, list[int]]) -> Proposals:
     """The proposals with the tokens of `matches`, by place in the batch, instead of those of their sequences.
 
-    All matches have the same length. The q of each of their tokens is one token; drafted tokens keep theirs.
+    All matches have the same length. No proposal may have been drawn: q of each of them is one token.
     """
     device = proposals.token_ids.device
     places = to_device(torch.tensor(list(matches)), device)
@@ -97,38 +97,14 @@ def with_lookups(proposals: Proposals, matches: Mapping[int, list[int]]) -> Prop
     num_more = max(num_matched - num_drafted, 0)
     token_ids = functional.pad(proposals.token_ids, (0, num_more))
     token_ids[places, :num_matched] = looked_up_ids
-    mixed = replace(proposals, token_ids=token_ids, looked_up=tuple(matches))
-    if proposals.probabilities is None:
-        return mixed
-    is_drafted = torch.ones_like(proposals.token_ids, dtype=torch.bool)
-    is_drafted = functional.pad(is_drafted, (0, num_more))
-    is_drafted[places, :num_matched] = False
-    return _with_certain_tokens(mixed, is_drafted)
-
-
-def _with_certain_tokens(mixed: Any, is_drafted: torch.Tensor) -> Proposals:
-    """The proposals with candidates for all of their tokens. Where `is_drafted` [B, n] is false, q is one token."""
-    token_ids = mixed.token_ids[..., None]
-    columns = torch.arange(token_ids.shape[1], device=token_ids.device)
-    last = mixed.candidate_ids.shape[1] - 1
-    columns = columns.clamp(max=last)
-    candidate_ids = mixed.candidate_ids[:, columns]
-    probabilities = mixed.probabilities[:, columns]
-    # A token takes the slot of the equal candidate, or else the first one: no candidate may occur twice.
-    is_equal = (candidate_ids == token_ids).long()
-    slots = is_equal.argmax(dim=-1, keepdim=True)
-    candidate_ids = candidate_ids.scatter(-1, slots, token_ids)
-    certain = torch.zeros_like(probabilities)
-    certain = certain.scatter(-1, slots, 1.0)
-    probabilities = torch.where(is_drafted[..., None], probabilities, certain)
-    whole: Proposals = replace(mixed, candidate_ids=candidate_ids, probabilities=probabilities)
-    return whole
+    return replace(proposals, token_ids=token_ids, looked_up=tuple(matches))
 
 
 class LookupProposer:
     """Proposes what followed in the texts' own past, and what another proposer drafts where nothing did.
 
     If all sequences have a match, nothing is drafted. If fewer than half of them have one, a step is not wider than a block.
+    Among drawn proposals nothing is looked up.
 
     Args:
         drafts: The proposer for the other sequences.
@@ -149,7 +125,7 @@ class LookupProposer:
         proposals = Proposals(anchors[:, :0])
         if len(matches) < len(sequences):
             proposals = self.drafts.propose(sequences, anchors, most)
-        if not matches:
+        if not matches or proposals.probabilities is not None:
             return proposals
         is_rare = 2 * len(matches) < len(sequences)
         width = min(most, self.block_proposals) if is_rare else most

@@ -40,30 +40,28 @@ class DraftTree:
     parents: list[int]  # columns
 
     @classmethod
-    def grown(
-        cls, log_probs: Sequence[Sequence[Sequence[float]]], token_ids: Sequence[Sequence[int]], budget: int
-    ) -> DraftTree:
+    def grown(cls, positions: Sequence[Sequence[Sequence[float]]], budget: int) -> DraftTree:
         """The `budget` most probable paths, best first (DDTree, algorithm 1).
 
-        `log_probs[p][i][j]` is of token j of position p after token i of the position before, where i = 0 is the anchor. A
-        position with a single row has the same probabilities after every token.
+        `positions[p]` holds the tokens of position p, then a row of their log-probabilities after each token of the position
+        before, or a single row, which is right after every token. The anchor counts as the first token before position 0.
         """
         tree = cls([], [])
-        # Candidates: negative log-probability of a path, its parent's column, and position and index of its last token.
-        frontier = [(0.0, -1, -1, 0)]
+        # Candidates: negative log-probability of a path, its parent's column, its length, and index and id of its last token.
+        frontier = [(0.0, 0, 0, 0, 0.0)]
         while frontier and len(tree.token_ids) < budget:
-            cost, parent, position, token = heapq.heappop(frontier)
+            cost, parent, depth, index, token_id = heapq.heappop(frontier)
             if cost == math.inf:  # outside the drafter's vocabulary
                 break
-            if position >= 0:
-                tree.token_ids.append(token_ids[position][token])
+            if depth > 0:
+                tree.token_ids.append(int(token_id))
                 tree.parents.append(parent)
-            if position + 1 == len(log_probs):
+            if depth == len(positions):
                 continue
-            rows = log_probs[position + 1]
-            row = rows[token % len(rows)]
-            for child, log_prob in enumerate(row):
-                candidate = (cost - log_prob, len(tree.token_ids), position + 1, child)
+            next_ids, *rows = positions[depth]
+            log_probs = rows[index % len(rows)]
+            for child, log_prob in enumerate(log_probs):
+                candidate = (cost - log_prob, len(tree.token_ids), depth + 1, child, next_ids[child])
                 heapq.heappush(frontier, candidate)
         return tree
 
@@ -158,15 +156,11 @@ class TreeProposer:
         hidden_states = self.drafts.hidden_states(anchors)
         log_probs, token_ids = self.branches(hidden_states[:, :depth], anchors)
         # One copy for both; float32 holds ids below 2**24.
-        numbers = torch.cat([log_probs, token_ids[:, None]], dim=1)
-        ids_of: list[list[int]] = []
-        log_probs_of: list[list[list[float]]] = []
-        is_finite = True
-        for *rows, ids in to_host(numbers)():
-            ids_of.append([int(token_id) for token_id in ids])
-            log_probs_of.append(rows)
-            is_finite = is_finite and not math.isnan(sum(rows[0]))
-        tree = DraftTree.grown(log_probs_of, ids_of, self.num_nodes if is_finite else 0)
+        numbers = torch.cat([token_ids[:, None], log_probs], dim=1)
+        positions = to_host(numbers)()
+        is_finite = not any(math.isnan(sum(rows[1])) for rows in positions)
+        budget = self.num_nodes if is_finite else 0
+        tree = DraftTree.grown(positions, budget)
         return TreeProposals.of(tree, anchors.device, is_finite)
 
     @torch.no_grad()
