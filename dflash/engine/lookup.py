@@ -87,16 +87,15 @@ class PromptLookup:
 def with_lookups(proposals: Proposals, matches: Mapping[int, list[int]]) -> Proposals:
     """The proposals with the tokens of `matches`, by place in the batch, instead of those of their sequences.
 
-    All matches have the same length. No proposal may have been drawn: q of each of them is one token.
+    No proposal may have been drawn: q of each of them is one token.
     """
-    device = proposals.token_ids.device
-    places = to_device(torch.tensor(list(matches)), device)
-    looked_up_ids = to_device(torch.tensor(list(matches.values())), device)
     num_drafted = proposals.token_ids.shape[1]
-    num_matched = looked_up_ids.shape[1]
+    num_matched = max(len(match) for match in matches.values())
     num_more = max(num_matched - num_drafted, 0)
     token_ids = functional.pad(proposals.token_ids, (0, num_more))
-    token_ids[places, :num_matched] = looked_up_ids
+    for place, match in matches.items():
+        looked_up_ids = torch.tensor(match)
+        token_ids[place, : len(match)] = to_device(looked_up_ids, token_ids.device)
     return replace(proposals, token_ids=token_ids, looked_up=tuple(matches))
 
 

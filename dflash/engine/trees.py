@@ -158,7 +158,10 @@ class TreeProposer:
         # One copy for both; float32 holds ids below 2**24.
         numbers = torch.cat([token_ids[:, None], log_probs], dim=1)
         positions = to_host(numbers)()
-        is_finite = not any(math.isnan(sum(rows[1])) for rows in positions)
+        is_finite = True
+        for rows in positions:
+            total = sum(rows[1])  # NaN if one of them is
+            is_finite = is_finite and not math.isnan(total)
         budget = self.num_nodes if is_finite else 0
         tree = DraftTree.grown(positions, budget)
         return TreeProposals.of(tree, anchors.device, is_finite)
@@ -169,17 +172,18 @@ class TreeProposer:
 
         A causal head has a row for each candidate of the position before. Without one there is one row for all.
         """
-        drafter = self.drafts.drafter
-        logits = drafter.compute_logits(hidden_states, self.drafts.target.head)
-        causal_head = drafter.causal_head(self.drafts.embed)
+        drafts = self.drafts
+        logits = drafts.drafter.compute_logits(hidden_states, drafts.target.head)
+        causal_head = drafts.drafter.causal_head(drafts.embed)
         if causal_head is not None:
             scores, token_ids = causal_head.after_each(hidden_states, logits, anchors)
             scores = scores.float() / self.request.temperature
             return scores.log_softmax(-1), token_ids
         count = min(self.num_nodes, TREE_BRANCHES, logits.shape[-1])
         scores = logits.float() / self.request.temperature
-        log_probs, token_ids = scores.log_softmax(-1).topk(count)
-        return log_probs.transpose(0, 1), token_ids[0]
+        log_probs = scores.log_softmax(-1)
+        best = log_probs.topk(count)
+        return best.values.transpose(0, 1), best.indices[0]
 
     def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
         """As `DraftProposer.record`."""

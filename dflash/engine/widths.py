@@ -38,6 +38,8 @@ SLOWEST = 1.2
 FORGETTING = 0.998
 # Speeds are known this exactly: a narrower width has to promise more, because a few unlucky drafts do.
 ABOUT_AS_FAST = 0.85
+# Tokens of a text up to which steps are taken to cost equally much; then each doubling has costs of its own.
+SHORT = 1024
 # Columns that take as long as the part of a step that is the same for all widths, as a share of the widest.
 FIXED_SHARE = 0.25
 
@@ -84,7 +86,8 @@ class Experience:
     def costs_of(self, sequences: list[TextSequence]) -> StepCosts:
         """The costs of steps with about as many sequences, whose longest text is about as long."""
         length = max(sequence.length for sequence in sequences)
-        return self._costs[len(sequences).bit_length(), length.bit_length()]
+        size = length // SHORT
+        return self._costs[len(sequences).bit_length(), size.bit_length()]
 
     def choose(self, costs: StepCosts) -> int:
         """The number of proposals of the next step."""
