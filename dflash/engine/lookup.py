@@ -90,12 +90,14 @@ def with_lookups(proposals: Proposals, matches: Mapping[int, list[int]]) -> Prop
     No proposal may have been drawn: q of each of them is one token.
     """
     num_drafted = proposals.token_ids.shape[1]
-    num_matched = max(len(match) for match in matches.values())
-    num_more = max(num_matched - num_drafted, 0)
+    lengths = [len(match) for match in matches.values()]
+    num_more = max(lengths) - num_drafted
+    num_more = max(num_more, 0)
     token_ids = functional.pad(proposals.token_ids, (0, num_more))
+    device = token_ids.device
     for place, match in matches.items():
         looked_up_ids = torch.tensor(match)
-        token_ids[place, : len(match)] = to_device(looked_up_ids, token_ids.device)
+        token_ids[place, : len(match)] = to_device(looked_up_ids, device)
     return replace(proposals, token_ids=token_ids, looked_up=tuple(matches))
 
 

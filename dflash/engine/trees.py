@@ -166,7 +166,6 @@ class TreeProposer:
         tree = DraftTree.grown(positions, budget)
         return TreeProposals.of(tree, anchors.device, is_finite)
 
-    @torch.no_grad()
     def branches(self, hidden_states: torch.Tensor, anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities [n, K or 1, K] and tokens [n, K] of hidden states [1, n, D] after anchors [1, 1], for `grown`.
 
@@ -178,7 +177,8 @@ class TreeProposer:
         if causal_head is not None:
             scores, token_ids = causal_head.after_each(hidden_states, logits, anchors)
             scores = scores.float() / self.request.temperature
-            return scores.log_softmax(-1), token_ids
+            log_probs = scores.log_softmax(-1)
+            return log_probs, token_ids
         count = min(self.num_nodes, TREE_BRANCHES, logits.shape[-1])
         scores = logits.float() / self.request.temperature
         log_probs = scores.log_softmax(-1)
@@ -314,7 +314,6 @@ class TreeRunningState(RunningState):
         columns = torch.arange(len(paths), device=paths.device)
         return outputs[columns, depths][None]
 
-    @torch.no_grad()
     def rewind_to(self, columns: Sequence[int]) -> None:
         """Sets the state of a single sequence to that after `columns` of the recorded step."""
         inputs = chosen(self._arguments["hidden_states"], 1, columns)
