@@ -158,10 +158,8 @@ class TreeProposer:
         # One copy for both; float32 holds ids below 2**24.
         numbers = torch.cat([token_ids[:, None], log_probs], dim=1)
         positions = to_host(numbers)()
-        is_finite = True
-        for rows in positions:
-            total = sum(rows[1])  # NaN if one of them is
-            is_finite = is_finite and not math.isnan(total)
+        totals = [sum(rows[1]) for rows in positions]
+        is_finite = not math.isnan(sum(totals))  # NaN if one of the numbers is
         budget = self.num_nodes if is_finite else 0
         tree = DraftTree.grown(positions, budget)
         return TreeProposals.of(tree, anchors.device, is_finite)
