@@ -126,7 +126,7 @@ class LookupProposer:
         proposals = Proposals(anchors[:, :0])
         if len(matches) < len(sequences):
             proposals = self.drafts.propose(sequences, anchors, most)
-        if not matches or proposals.probabilities is not None:
+        if not matches or most == 0 or proposals.probabilities is not None:
             return proposals
         is_rare = 2 * len(matches) < len(sequences)
         width = min(most, self.block_proposals) if is_rare else most
@@ -149,8 +149,7 @@ class LookupProposer:
 
     def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
         """Adapts the lookups of a step to what was accepted of them. `blocks`: one of each sequence, in their order."""
-        if proposals.token_ids.shape[1]:
-            for place in proposals.looked_up:
-                block = blocks[place]
-                self._lookups[block.sequence].record(block.num_accepted)
+        for place in proposals.looked_up:
+            block = blocks[place]
+            self._lookups[block.sequence].record(block.num_accepted)
         self.drafts.record(proposals, blocks)
