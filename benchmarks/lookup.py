@@ -51,7 +51,7 @@ class Prescribed:
         token_id = self.token_ids[input_ids.shape[1] - len(self.prompt_ids)]
         return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token_id]), 0.0)
 
-    def propose(self, hidden_states: Any, anchors: torch.Tensor, head: Any, **options: Any) -> Proposals:
+    def propose(self, hidden_states: Any, anchors: torch.Tensor, head: Any, *drawn: Any, **options: Any) -> Proposals:
         head(hidden_states).argmax(dim=-1)  # as the drafter's own
         right, run = self.token_ids[self.num_written :][: self.size], self.runs[self.num_written]
         return Proposals(torch.tensor([[*right[:run], *(token_id ^ 1 for token_id in right[run:])]]))

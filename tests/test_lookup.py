@@ -21,9 +21,7 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import generate_blocks, spec_generate
-from dflash.engine import lookup as lookup_module
-from dflash.engine.lookup import REACH, LookupProposer, Match, PromptLookup, with_lookups
-from dflash.engine.trees import TreeProposals
+from dflash.engine.lookup import LookupProposer, PromptLookup, with_lookups
 from dflash.evaluation import timed_blocks
 from dflash.model.acceptance_dflash import Proposals
 from dflash.model.sequences_dflash import TextSequence
@@ -50,12 +48,11 @@ def lookup_of(text: list[int], num_tokens: int, ngram_size: int, new: list[int] 
     ids=str,
 )
 def test_the_longest_then_the_newest_occurrence_is_continued(text: list[int], token_ids: list[int] | None) -> None:
-    assert lookup_of(text, 2, 2).match() == (None if token_ids is None else Match(0, token_ids))
+    assert lookup_of(text, 2, 2).match() == token_ids
 
 
 def test_a_period_is_continued_past_the_end_of_the_text() -> None:
-    assert lookup_of([9, 1, 2, 3, 1, 2], 5, 2).match() == Match(0, [3, 1, 2, 3, 1])
-    assert lookup_of([9, 1, 2, 3, 8, 1], 5, 2).match([2]) == Match(1, [3, 8, 1, 2])
+    assert lookup_of([9, 1, 2, 3, 1, 2], 5, 2).match() == [3, 1, 2, 3, 1]
 
 
 def test_it_reads_on_as_the_sequence_grows() -> None:
@@ -65,24 +62,7 @@ def test_it_reads_on_as_the_sequence_grows() -> None:
     for new, token_ids in (([4, 1, 2], [3]), ([6, 1, 2], [6])):
         sequence.new_ids += new
         lookup.read(sequence)
-        assert lookup.match() == Match(0, token_ids)
-
-
-def test_a_match_after_drafted_tokens_keeps_these() -> None:
-    lookup = lookup_of([1, 2, 3, 4, 5, 6, 7, 8], 4, 2)
-    assert lookup.match([9, 2, 3, 4, 9]) == Match(3, [4])
-    assert lookup.match([3, 4, 9]) == Match(2, [5, 6])
-    assert lookup.match([9, 9, 9]) is None
-
-
-def test_a_text_repeats_itself_for_a_while_after_it_did() -> None:
-    lookup, sequence = PromptLookup(4, 3), TextSequence(0, torch.arange(200), [])
-    is_repeating = []
-    for new_ids in ([], [5, 6, 7], list(range(300, 300 + REACH)), [999]):
-        sequence.new_ids += new_ids
-        lookup.read(sequence)
-        is_repeating.append(lookup.is_repeating)
-    assert is_repeating == [False, True, True, False]
+        assert lookup.match() == token_ids
 
 
 def test_more_tokens_have_to_match_after_lookups_that_failed() -> None:
@@ -90,66 +70,45 @@ def test_more_tokens_have_to_match_after_lookups_that_failed() -> None:
     text = [*range(10), 50, *range(10)]  # the last 10 tokens occurred before
     lookup = lookup_of(text, 4, 3)
     match = lookup.match()
-    assert match is not None
+    assert match == [50, 0, 1, 2]
     for num_accepted in (0, 0):
-        lookup.record(match, num_accepted)  # 6, 12
+        lookup.record(num_accepted)  # 6, 12
     assert lookup.match() is None
-    late = Match(3, [1])
-    lookup.record(late, 2)  # the drafter failed before: that says nothing about the lookup
-    assert lookup.match() is None
-    lookup.record(late, 4)  # 6
+    lookup.record(1)  # 6
     assert lookup.match() == match
 
 
 def test_asking_changes_nothing() -> None:
-    """Promise: a lookup that is asked again, or after drafted tokens, gives the same answer."""
     lookup = lookup_of([1, 2, 3, 4, 1, 2], 4, 2)
-    matches = [lookup.match(), lookup.match([9]), lookup.match(), lookup.match([9])]
-    assert matches[0] == matches[1] == matches[2] == matches[3] == Match(0, [3, 4, 1, 2])
+    assert lookup.match() == lookup.match() == [3, 4, 1, 2]
 
 
 def test_lookups_stand_among_drafted_proposals() -> None:
-    """Promise: tokens before a match stay, and sequences without one keep theirs."""
+    """Promise: sequences without a lookup keep theirs, and a draft that is longer than the lookup keeps its tail."""
     drafted = Proposals(torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]]))
-    mixed = with_lookups(drafted, {0: Match(1, [11, 12, 13]), 2: Match(0, [14])})
-    assert mixed.token_ids.tolist() == [[1, 11, 12, 13], [4, 5, 6, 0], [14, 8, 9, 0]]
+    mixed = with_lookups(drafted, {0: [10, 11, 12, 13], 2: [14, 15, 16, 17]})
+    assert mixed.token_ids.tolist() == [[10, 11, 12, 13], [4, 5, 6, 0], [14, 15, 16, 17]]
     assert mixed.looked_up == (0, 2)
+    assert with_lookups(drafted, {1: [11]}).token_ids.tolist() == [[1, 2, 3], [11, 5, 6], [7, 8, 9]]
     assert drafted.token_ids.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
 def test_lookups_without_drafts_stand_alone() -> None:
-    mixed = with_lookups(Proposals(torch.empty(2, 0, dtype=torch.long)), {0: Match(0, [5, 6]), 1: Match(0, [7])})
-    assert mixed.token_ids.tolist() == [[5, 6], [7, 0]]
-
-
-def test_a_looked_up_token_has_a_q_of_its_own() -> None:
-    """Promise: q is 1 for a token that was not drawn, stays what it was for drawn ones, and no candidate occurs twice."""
-    candidate_ids = torch.tensor([[[1, 2], [3, 4]], [[5, 6], [7, 8]]])
-    q = torch.tensor([[[0.7, 0.3], [0.6, 0.4]], [[0.2, 0.8], [0.5, 0.5]]])
-    drafted = Proposals(torch.tensor([[1, 4], [6, 7]]), candidate_ids, q, torch.tensor([True, True]))
-    mixed = with_lookups(drafted, {0: Match(1, [3, 9])})
-    assert mixed.token_ids.tolist() == [[1, 3, 9], [6, 7, 0]]
-    assert mixed.candidate_ids is not None
-    assert mixed.probabilities is not None
-    assert mixed.candidate_ids.tolist() == [[[1, 2], [3, 4], [9, 4]], [[5, 6], [7, 8], [0, 8]]]
-    assert torch.equal(mixed.probabilities[1, :2], q[1])
-    assert torch.equal(mixed.probabilities[0, 0], q[0, 0])
-    assert mixed.probabilities[0, 1:].tolist() == [[1, 0], [1, 0]]
-    assert mixed.probabilities[1, 2].tolist() == [1, 0]
-    assert torch.equal(mixed.is_finite, drafted.is_finite)
+    mixed = with_lookups(Proposals(torch.empty(2, 0, dtype=torch.long)), {0: [5, 6], 1: [7, 8]})
+    assert mixed.token_ids.tolist() == [[5, 6], [7, 8]]
 
 
 class CountingDrafts:
     """Proposes the same tokens for every sequence, and counts."""
 
-    def __init__(self, token_ids: list[int], kind: type[Proposals] = Proposals, **more: Any) -> None:
-        self.token_ids, self.kind, self.more = token_ids, kind, more
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
         self.num_drafts = 0
         self.recorded: list[Proposals] = []
 
     def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
         self.num_drafts += 1
-        return self.kind(torch.tensor([self.token_ids[:most]] * len(sequences)), **self.more)
+        return Proposals(torch.tensor([self.token_ids[:most]] * len(sequences)))
 
     def record(self, proposals: Proposals, blocks: Any) -> None:
         self.recorded.append(proposals)
@@ -177,36 +136,21 @@ def test_a_step_is_wider_than_a_block_only_for_half_of_the_texts() -> None:
     few = proposed([REPEATS, VARIES, VARIES], drafts)
     assert few.token_ids.tolist() == [[3, 4, 1], [7, 8, 9], [7, 8, 9]]
     assert few.looked_up == (0,)
-    assert proposed([[1, 2, 3, 4, 1, 2, 9], VARIES, VARIES], CountingDrafts([7, 2, 3])).looked_up == ()
     assert proposed([REPEATS, REPEATS, VARIES], drafts).token_ids.shape[1] == 5
+
+
+def test_drawn_proposals_keep_their_q() -> None:
+    """Promise: nothing is looked up among them, so that no token is accepted by the q of another one."""
+    sequences = [TextSequence(index, torch.tensor(text)) for index, text in enumerate([REPEATS, VARIES])]
+    drawn = Proposals(torch.tensor([[7], [8]]), torch.tensor([[[7, 9]], [[8, 9]]]), torch.full((2, 1, 2), 0.5))
+    drafts = SimpleNamespace(propose=lambda *_: drawn)
+    assert LookupProposer(drafts, 5, 2, 3).propose(sequences, torch.tensor([[2], [16]]), 9) is drawn
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_no_more_than_the_most_is_proposed(most: int) -> None:
     for texts in ([REPEATS], [REPEATS, VARIES], [VARIES]):
         assert proposed(texts, CountingDrafts([7, 8, 9]), most).token_ids.shape[1] == most
-
-
-def test_drafted_tokens_are_read_only_where_a_text_repeats_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: reading them makes the host wait for the device once more, so it is done only then."""
-    reads: list[int] = []
-
-    def noted(tensor: torch.Tensor) -> Any:
-        reads.append(1)
-        return tensor.tolist
-
-    monkeypatch.setattr(lookup_module, "to_host", noted)
-    assert not proposed([VARIES], CountingDrafts([12, 13, 20])).looked_up
-    assert not reads
-    repeated = [1, 2, 3, 4, 5, 1, 2, 9]  # without a match at its end
-    mixed = proposed([repeated], CountingDrafts([7, 2, 3]))
-    assert mixed.token_ids.tolist() == [[7, 2, 3, 4, 5]]
-    assert len(reads) == 1
-
-
-def test_a_tree_gets_no_lookups() -> None:
-    drafts = CountingDrafts([7, 2, 3], TreeProposals, tree=None)
-    assert proposed([[1, 2, 3, 4, 5, 1, 2, 9]], drafts).token_ids.tolist() == [[7, 2, 3]]
 
 
 def test_only_what_was_verified_of_a_lookup_is_recorded() -> None:
@@ -216,6 +160,8 @@ def test_only_what_was_verified_of_a_lookup_is_recorded() -> None:
     assert proposer.has_match([sequence])
     for _ in range(4):
         proposer.record(Proposals(anchors), [SimpleNamespace(sequence=4, num_accepted=0)])  # of a step without lookup
+        nothing = proposer.propose([sequence], anchors, 0)
+        proposer.record(nothing, [SimpleNamespace(sequence=4, num_accepted=0)])
     assert proposer.has_match([sequence])
     proposals = proposer.propose([sequence], anchors, 9)
     proposer.record(proposals, [SimpleNamespace(sequence=4, num_accepted=0)])
@@ -303,28 +249,6 @@ def test_all_sequences_are_verified_wider_only_where_half_of_them_repeat(num_rep
     first = [block for block in blocks if not block.is_prefill][:3]
     assert [block.is_lookup for block in first] == [True] * num_repeating + [False] * (3 - num_repeating)
     assert {block.num_proposals for block in first} == {BLOCK_SIZE - 1 if num_repeating == 1 else 12}
-
-
-@pytest.mark.parametrize("num_sequences", [1, 2])
-def test_a_lookup_fills_the_tail_of_a_draft(num_sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: the drafter's first proposals are kept, and what followed them earlier is accepted in the same step."""
-    target, prompt, truth = repeating(2)
-    drafter = ScriptedDrafter(target, [truth] * num_sequences, [5], **SMALL)
-    kept, match = set[int](), PromptLookup.match
-
-    def noted(lookup: PromptLookup, drafted_ids: Any = ()) -> Any:
-        found = match(lookup, drafted_ids)
-        kept.update([found.start] if found else [])
-        return found
-
-    monkeypatch.setattr(PromptLookup, "match", noted)
-    prompts = torch.cat([prompt] * num_sequences)
-    blocks = list(generate_blocks(drafter, target, prompts, prompt_lookup_num_tokens=12, **OPTIONS))
-    for index in range(num_sequences):
-        mine = [block for block in blocks if block.sequence == index]
-        assert [t for block in mine for t in block.token_ids] == truth[0, 16 : 16 + 50].tolist()
-        assert any(block.is_lookup and BLOCK_SIZE - 1 < block.num_accepted < 12 for block in mine)
-    assert len(kept) > 2
 
 
 def test_sampled_text_is_the_seeds_with_lookups_too() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,9 +33,8 @@ from dflash.engine.trees import (
     TreeAcceptor,
     TreeCache,
     TreeProposals,
+    TreeProposer,
     accept_tree,
-    branches,
-    tree_tensors,
     verify_tree,
 )
 from dflash.model.acceptance_dflash import DRAFTER_BROKE, TARGET_BROKE, Proposals
@@ -58,6 +58,11 @@ def random_distributions(depth: int, width: int, seed: int) -> tuple[list[list[l
     return log_probs.tolist(), token_ids.tolist()
 
 
+def positions_of(log_probs: Any, token_ids: Any) -> list[list[list[float]]]:
+    """What a tree is grown of."""
+    return [[ids, *rows] for ids, rows in zip(token_ids, log_probs, strict=True)]
+
+
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:
     """The tokens on the way to each node."""
     found: list[tuple[int, ...]] = [()]
@@ -72,7 +77,7 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
 def test_a_tree_is_the_likeliest_paths(budget: int, seed: int, num_rows: int) -> None:
     log_probs, token_ids = random_distributions(depth=3, width=6, seed=seed)
     log_probs = [rows[:num_rows] for rows in log_probs]
-    tree = DraftTree.grown(log_probs, token_ids, budget)
+    tree = DraftTree.grown(positions_of(log_probs, token_ids), budget)
     every = [
         (
             math.exp(
@@ -85,13 +90,12 @@ def test_a_tree_is_the_likeliest_paths(budget: int, seed: int, num_rows: int) ->
     ]
     likeliest = sorted(every, reverse=True)[:budget]
     assert paths(tree) == [path for _, path in likeliest]
-    assert tree.probabilities == pytest.approx([probability for probability, _ in likeliest])
 
 
 def test_a_tree_ends_where_there_are_no_more_paths() -> None:
     log_probs, token_ids = random_distributions(depth=2, width=3, seed=0)
-    assert len(DraftTree.grown(log_probs, token_ids, 100).token_ids) == 3 + 9
-    assert DraftTree.grown([], [], 5).token_ids == []
+    assert len(DraftTree.grown(positions_of(log_probs, token_ids), 100).token_ids) == 3 + 9
+    assert DraftTree.grown([], 5).token_ids == []
 
 
 HEADS = {
@@ -121,7 +125,9 @@ def test_a_causal_heads_tree_is_the_likeliest_paths_after_the_anchor(head_name: 
     torch.manual_seed(0)
     hidden_states, anchor = torch.randn(3, drafter.config.hidden_size), torch.tensor([7])
     head = target.get_output_embeddings()
-    log_probs, token_ids = branches(drafter, hidden_states[None], anchor[None], head, 0.8, most=2, embed=embed)
+    request = SimpleNamespace(max_draft_tokens=None, temperature=0.8)
+    drafts: Any = SimpleNamespace(drafter=drafter, request=request, target=SimpleNamespace(head=head), embed=embed)
+    log_probs, token_ids = TreeProposer(drafts, 2).branches(hidden_states[None], anchor[None])
     logits, candidate_ids = drafter.compute_logits(hidden_states, head).topk(5, dim=-1)
     assert torch.equal(token_ids, candidate_ids)
     features, start = causal_head.features(hidden_states), torch.zeros(1, causal_head.state_size)
@@ -138,10 +144,9 @@ def test_a_causal_heads_tree_is_the_likeliest_paths_after_the_anchor(head_name: 
             total += (causal_head.scores(d, *of_position, state) / 0.8).log_softmax(dim=-1)[0, i].item()
             previous = candidate_ids[d, i, None]
             chances[path[: d + 1]] = math.exp(total)
-    tree = DraftTree.grown(log_probs.tolist(), token_ids.tolist(), 40)
+    tree = DraftTree.grown(positions_of(log_probs.tolist(), token_ids.tolist()), 40)
     likeliest = sorted(chances, key=chances.__getitem__, reverse=True)[:40]
     assert paths(tree) == [tuple(int(token_ids[d, i]) for d, i in enumerate(path)) for path in likeliest]
-    assert tree.probabilities == pytest.approx([chances[path] for path in likeliest], rel=1e-4)
     best = [0]
     while children := tree.children[best[-1]]:
         best.append(min(children.values()))
@@ -152,10 +157,13 @@ def test_a_causal_heads_tree_is_the_likeliest_paths_after_the_anchor(head_name: 
 
 
 def test_depths_children_paths_and_ancestors() -> None:
-    tree = DraftTree([7, 8, 9, 7, 5], [0, 1, 0, 2, 4], [0.5] * 5)
+    tree = DraftTree([7, 8, 9, 7, 5], [0, 1, 0, 2, 4])
     assert tree.depths == [0, 1, 2, 1, 3, 4]
     assert tree.children == [{7: 1, 9: 3}, {8: 2}, {7: 4}, {}, {5: 5}, {}]
-    assert tree.leaf_paths == [[0, 3], [0, 1, 2, 4, 5]]
+    assert tree.paths == [[0], [0, 1], [0, 1, 2], [0, 3], [0, 1, 2, 4], [0, 1, 2, 4, 5]]
+    assert tree.walk({0: 7, 1: 8, 2: 6}.__getitem__) == [0, 1, 2]
+    assert not tree.is_chain
+    assert tree.first(2).is_chain
     assert tree.first(2).parents == [0, 1]
     expected = [{0}, {0, 1}, {0, 1, 2}, {0, 3}, {0, 1, 2, 4}, {0, 1, 2, 4, 5}]
     assert [set(row.nonzero().flatten().tolist()) for row in tree.ancestors()] == expected
@@ -164,7 +172,7 @@ def test_depths_children_paths_and_ancestors() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_who_sees_whom(window: int | None) -> None:
     """As a double loop over columns and keys has it; keys after the tree are seen by nobody."""
-    tree = DraftTree([7, 8, 9, 7, 5], [0, 1, 0, 2, 4], [0.5] * 5)
+    tree = DraftTree([7, 8, 9, 7, 5], [0, 1, 0, 2, 4])
     depths, starts, num_keys = torch.tensor(tree.depths), torch.tensor([4, 2]), 13
     visible = target_sees(starts[:, None] + depths, num_keys, tree.ancestors(), window)
     for row, start in enumerate(starts.tolist()):
@@ -212,8 +220,8 @@ def test_kept_columns_are_checked() -> None:
 
 
 LINEAR = ("qwen3_next", "lfm2", "kimi_linear", "olmo_hybrid")
-TREE = DraftTree([7, 8, 9, 7, 5, 4], [0, 1, 0, 2, 4, 3], [0.5] * 6)
-CHAIN = DraftTree([7, 8, 9], [0, 1, 2], [0.5] * 3)
+TREE = DraftTree([7, 8, 9, 7, 5, 4], [0, 1, 0, 2, 4, 3])
+CHAIN = DraftTree([7, 8, 9], [0, 1, 2])
 
 
 @pytest.mark.parametrize("columns", [[0], [0, 1, 2, 4, 5], [0, 1, 2], [0, 3, 6], [0, 3]])
@@ -237,7 +245,7 @@ def test_a_tree_gives_the_logits_of_its_paths(name: str, columns: list[int]) -> 
         for tree, kept in ((TREE, columns), (CHAIN, [0, 1]), (CHAIN, [0, 1, 2, 3])):
             token_ids = torch.tensor([[3, *tree.token_ids]])
             logits, _ = verify_tree(own, token_ids, cache, tree)
-            for path in tree.leaf_paths:
+            for path in tree.paths:
                 assert_close(logits[:, path], token_ids[:, path])
             cache.keep_columns(token_ids.shape[1], kept)
             text = torch.cat([text, token_ids[:, kept]], dim=1)
@@ -288,8 +296,8 @@ def test_the_first_nodes_are_a_tree() -> None:
         assert first.token_ids.tolist() == [TREE.token_ids[:count]]
         assert first.tree == TREE.first(count)
         assert len(first.tree.depths) == 1 + count
-    ancestors, depths = tree_tensors(proposals.first(0).tree, torch.device("cpu"))
-    assert (ancestors.tolist(), depths.tolist()) == ([[True]], [0])
+    empty = proposals.first(0).tree
+    assert (empty.ancestors().tolist(), empty.depths) == ([[True]], [0])
 
 
 def test_processors_follow_the_path_that_the_target_takes() -> None:

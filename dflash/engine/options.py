@@ -71,7 +71,7 @@ class Options:
     draft_tree: int = 0  # most nodes; 0: a chain
     draft_window: tuple[int, int] | None = None  # positions that the drafter reads: the first and the newest
     prompt_lookup_num_tokens: int = 31  # 0: nothing is looked up
-    max_matching_ngram_size: int = 10
+    max_matching_ngram_size: int = 5
 
     @classmethod
     def of(cls, request: Request) -> Options:

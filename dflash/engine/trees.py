@@ -12,10 +12,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from dflash.model.acceptance_dflash import DRAFTER_BROKE, TARGET_BROKE, Acceptance, Acceptor, Proposals
 from dflash.model.attention_dflash import step_attention
@@ -38,82 +39,85 @@ class DraftTree:
 
     token_ids: list[int]
     parents: list[int]  # columns
-    probabilities: list[float]  # of each node's path under the drafter, in descending order
 
     @classmethod
-    def grown(
-        cls, log_probs: Sequence[Sequence[Sequence[float]]], token_ids: Sequence[Sequence[int]], budget: int
-    ) -> DraftTree:
+    def grown(cls, positions: Sequence[Sequence[Sequence[float]]], budget: int) -> DraftTree:
         """The `budget` most probable paths, best first (DDTree, algorithm 1).
 
-        `log_probs[p][i][j]` is of token j of position p after token i of the position before, where i = 0 is the anchor. A
-        position with a single row has the same probabilities after every token.
+        `positions[p]` holds the tokens of position p, then a row of their log-probabilities after each token of the position
+        before, or a single row, which is right after every token. The anchor counts as the first token before position 0.
         """
-        tree = cls([], [], [])
-        frontier = _children(log_probs, 0.0, 0, 0, 0)
-        heapq.heapify(frontier)
+        tree = cls([], [])
+        # Candidates: negative log-probability of a path, its parent's column, its length, and index and id of its last token.
+        frontier = [(0.0, 0, 0, 0, 0.0)]
         while frontier and len(tree.token_ids) < budget:
-            cost, parent, position, token = heapq.heappop(frontier)
+            cost, parent, depth, index, token_id = heapq.heappop(frontier)
             if cost == math.inf:  # outside the drafter's vocabulary
                 break
-            tree.token_ids.append(token_ids[position][token])
-            tree.parents.append(parent)
-            tree.probabilities.append(math.exp(-cost))
-            column = len(tree.token_ids)
-            for child in _children(log_probs, cost, column, position + 1, token):
-                heapq.heappush(frontier, child)
+            if depth > 0:
+                tree.token_ids.append(int(token_id))
+                tree.parents.append(parent)
+            if depth == len(positions):
+                continue
+            next_ids, *rows = positions[depth]
+            log_probs = rows[index % len(rows)]
+            for child, log_prob in enumerate(log_probs):
+                candidate = (cost - log_prob, len(tree.token_ids), depth + 1, child, next_ids[child])
+                heapq.heappush(frontier, candidate)
         return tree
 
     def first(self, count: int) -> DraftTree:
         """The `count` most probable nodes. They form a tree: no node is more probable than its parent."""
-        return DraftTree(self.token_ids[:count], self.parents[:count], self.probabilities[:count])
+        return DraftTree(self.token_ids[:count], self.parents[:count])
+
+    @cached_property
+    def paths(self) -> list[list[int]]:
+        """The columns from the anchor to each column."""
+        paths = [[0]]
+        for column, parent in enumerate(self.parents, start=1):
+            paths.append([*paths[parent], column])
+        return paths
 
     @cached_property
     def depths(self) -> list[int]:
         """Distance of each column from the anchor, in tokens."""
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return depths
+        return [len(path) - 1 for path in self.paths]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node follows the one before it."""
+        return max(self.depths) == len(self.token_ids)
 
     @cached_property
     def children(self) -> list[dict[int, int]]:
         """For each column, its children: token to column."""
-        children: list[dict[int, int]] = [{} for _ in self.depths]
-        for index, token_id in enumerate(self.token_ids):
-            siblings = children[self.parents[index]]
-            siblings[token_id] = index + 1
+        children: list[dict[int, int]] = [{} for _ in self.paths]
+        for path, token_id in zip(self.paths[1:], self.token_ids, strict=True):
+            parent, column = path[-2:]
+            children[parent][token_id] = column
         return children
 
+    def walk(self, token_after: Callable[[int], int]) -> list[int]:
+        """The columns from the anchor on, as far as `token_after` a column is one of its children."""
+        columns = []
+        column: int | None = 0
+        while column is not None:
+            columns.append(column)
+            token_id = token_after(column)
+            column = self.children[column].get(token_id)
+        return columns
+
     @cached_property
-    def leaf_paths(self) -> list[list[int]]:
-        """The columns from the anchor down to each leaf."""
-        paths = [[0]]
-        for column, parent in enumerate(self.parents, start=1):
-            paths.append([*paths[parent], column])
-        return [path for path in paths if not self.children[path[-1]]]
+    def padded_paths(self) -> torch.Tensor:
+        """`paths` as a tensor [S, D], padded with column 0."""
+        paths = [torch.tensor(path) for path in self.paths]
+        return pad_sequence(paths, batch_first=True)
 
     def ancestors(self) -> torch.Tensor:
-        """Which columns each column sees, itself included, bool [1 + n, 1 + n]."""
-        sees = torch.eye(len(self.depths), dtype=torch.bool)
-        for column, parent in enumerate(self.parents, start=1):
-            sees[column] |= sees[parent]
-        return sees
-
-
-# Negative log-probability of a path, its parent's column, and position and index of its last token.
-Candidate = tuple[float, int, int, int]
-
-
-def _children(
-    log_probs: Sequence[Sequence[Sequence[float]]], cost: float, parent: int, position: int, token: int
-) -> list[Candidate]:
-    """The continuations of a path of this cost, which ends with `token` of the position before."""
-    if position == len(log_probs):
-        return []
-    rows = log_probs[position]
-    row = rows[token] if len(rows) > 1 else rows[0]
-    return [(cost - log_prob, parent, position, child) for child, log_prob in enumerate(row)]
+        """Which columns each column sees, itself included, bool [S, S]."""
+        num_columns = len(self.paths)
+        sees = torch.zeros(num_columns, num_columns, dtype=torch.bool)
+        return sees.scatter(1, self.padded_paths, True)
 
 
 @dataclass(frozen=True)
@@ -134,38 +138,6 @@ class TreeProposals(Proposals):
 
 
 # -- growing
-
-
-@torch.no_grad()
-def branches(
-    drafter: Any,
-    hidden_states: torch.Tensor,  # [1, n, D]
-    anchors: torch.Tensor,  # [1, 1]
-    head: Callable[[torch.Tensor], torch.Tensor],
-    temperature: float,
-    most: int,
-    embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities [n, K or 1, K] and tokens [n, K] of which `DraftTree.grown` makes a single sequence's tree.
-
-    A causal head has a row for each candidate of the position before. Without one there is one row for all, and the `most`
-    probable tokens are taken. `head` and `embed` are as in `propose` of the drafter.
-    """
-    logits = drafter.compute_logits(hidden_states, head)
-    causal_head = drafter.causal_head(embed)
-    if causal_head is not None:
-        scores, token_ids = scores_after_each(causal_head, hidden_states, logits, anchors)
-        scores = scores.float() / temperature
-        return scores.log_softmax(-1), token_ids
-    logits = logits[0]  # too large for a float32 copy
-    count = min(most, logits.shape[-1])
-    values, token_ids = logits.topk(count)  # [n, K]
-    largest = values[:, :1]
-    weights = (logits - largest) / temperature
-    total = weights.exp().sum(-1, keepdim=True, dtype=torch.float32)
-    scores = (values - largest).float() / temperature
-    log_probs = scores - total.log()
-    return log_probs[:, None], token_ids
 
 
 def scores_after_each(
@@ -209,29 +181,34 @@ class TreeProposer:
         if depth == 0:
             return Proposals(anchors[:, :0])
         hidden_states = self.drafts.hidden_states(anchors)
-        log_probs, token_ids = branches(
-            self.drafts.drafter,
-            hidden_states[:, :depth],
-            anchors,
-            self.drafts.target.head,
-            self.request.temperature,
-            min(self.num_nodes, TREE_BRANCHES),
-            self.drafts.embed,
-        )
+        log_probs, token_ids = self.branches(hidden_states[:, :depth], anchors)
         # One copy for both; float32 holds ids below 2**24.
-        numbers = torch.cat([log_probs, token_ids[:, None]], dim=1)
-        tree = self._grown(to_host(numbers)())
-        is_finite = tree is not None
-        return TreeProposals.of(tree or DraftTree([], [], []), anchors.device, is_finite)
+        numbers = torch.cat([token_ids[:, None], log_probs], dim=1)
+        positions = to_host(numbers)()
+        totals = [sum(rows[1]) for rows in positions]
+        is_finite = not math.isnan(sum(totals))  # NaN if one of the numbers is
+        budget = self.num_nodes if is_finite else 0
+        tree = DraftTree.grown(positions, budget)
+        return TreeProposals.of(tree, anchors.device, is_finite)
 
-    def _grown(self, numbers: list[list[list[float]]]) -> DraftTree | None:
-        """The tree of log-probabilities and tokens, the last row of each position; `None` if the numbers hold NaN."""
-        log_probs = [rows[:-1] for rows in numbers]
-        token_ids = [[int(token_id) for token_id in rows[-1]] for rows in numbers]
-        for rows in log_probs:
-            if any(math.isnan(log_prob) for log_prob in rows[0]):
-                return None
-        return DraftTree.grown(log_probs, token_ids, self.num_nodes)
+    def branches(self, hidden_states: torch.Tensor, anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities [n, K or 1, K] and tokens [n, K] of hidden states [1, n, D] after anchors [1, 1], for `grown`.
+
+        A causal head has a row for each candidate of the position before. Without one there is one row for all.
+        """
+        drafts = self.drafts
+        logits = drafts.drafter.compute_logits(hidden_states, drafts.target.head)
+        causal_head = drafts.drafter.causal_head(drafts.embed)
+        if causal_head is not None:
+            scores, token_ids = scores_after_each(causal_head, hidden_states, logits, anchors)
+            scores = scores.float() / self.request.temperature
+            log_probs = scores.log_softmax(-1)
+            return log_probs, token_ids
+        count = min(self.num_nodes, TREE_BRANCHES, logits.shape[-1])
+        scores = logits.float() / self.request.temperature
+        log_probs = scores.log_softmax(-1)
+        best = log_probs.topk(count)
+        return best.values.transpose(0, 1), best.indices[0]
 
     def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
         """As `DraftProposer.record`."""
@@ -241,12 +218,6 @@ class TreeProposer:
 # -- verifying
 
 
-def tree_tensors(tree: DraftTree, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ancestors [S, S] and depths [S] of a tree's columns, on `device`."""
-    depths = torch.tensor(tree.depths)
-    return to_device(tree.ancestors(), device), to_device(depths, device)
-
-
 def verify_tree(
     target: Target, token_ids: torch.Tensor, cache: TreeCache, tree: DraftTree
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,13 +225,18 @@ def verify_tree(
 
     The cache then holds all columns; `TreeCache.keep_columns` keeps a path of them.
     """
-    ancestors, depths = tree_tensors(tree, token_ids.device)
     start = cache.get_seq_length()
     width = token_ids.shape[1]
-    positions = start + depths[None]
+    positions = start + torch.tensor([tree.depths])
     with cache.recording(width, tree), step_attention(target.model):
         return masked_forward(
-            target.model, target.layout, cache, token_ids, positions, start + width, ancestors=ancestors
+            target.model,
+            target.layout,
+            cache,
+            token_ids,
+            to_device(positions, token_ids.device),
+            start + width,
+            ancestors=to_device(tree.ancestors(), token_ids.device),
         )
 
 
@@ -278,19 +254,12 @@ def accept_tree(proposals: TreeProposals, choices: torch.Tensor, best: torch.Ten
     """
     choices = torch.where(best.isfinite(), choices, TARGET_BROKE)
     choice_of = to_host(choices[0])()
-    children = proposals.tree.children
-    columns = [0]
-    choice = choice_of[0]
-    token_ids = [choice]
-    while choice in children[columns[-1]]:
-        column = children[columns[-1]][choice]
-        columns.append(column)
-        choice = choice_of[column]
-        token_ids.append(choice)
+    columns = proposals.tree.walk(choice_of.__getitem__)
+    token_ids = [choice_of[column] for column in columns]
     num_accepted = len(columns) - 1
-    if choice == TARGET_BROKE:
+    if token_ids[-1] == TARGET_BROKE:
         num_accepted = TARGET_BROKE
-    if proposals.is_finite is not None and not bool(proposals.is_finite):
+    if not proposals.is_finite:
         num_accepted = DRAFTER_BROKE
     return TreeAcceptance(torch.tensor([num_accepted]), torch.tensor([token_ids]), columns=columns)
 
@@ -323,36 +292,21 @@ class TreeAcceptor(Acceptor):
         if not isinstance(proposals, TreeProposals):
             super().process_sequence(scores, sequence, place, proposals)
             return
-        column: int | None = 0
         path: list[int] = []
-        while column is not None:
+
+        def choice_after(column: int) -> int:
             of_column = scores[column]
             if not self.process_column(of_column, sequence, path):
-                return
-            children = proposals.tree.children[column]
-            if not children:
-                return
+                return TARGET_BROKE  # no token of the tree
             choices, _ = self.choose(of_column[None, None], [sequence], [len(path)])
             choice = int(choices)
             path.append(choice)
-            column = children.get(choice)
+            return choice
+
+        proposals.tree.walk(choice_after)
 
 
 # -- keeping a path
-
-# The columns of a tree's paths, padded with the anchor's [P, depth], and the path and place of each column, [S] each.
-Paths = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def paths_of(tree: DraftTree, device: torch.device) -> Paths:
-    """The paths of a tree to its leaves, as sequences of columns, and where each column stands in them."""
-    depths = torch.tensor(tree.depths)
-    path_of = torch.zeros_like(depths)
-    columns = torch.zeros(len(tree.leaf_paths), max(tree.depths) + 1, dtype=torch.long)
-    for index, path in enumerate(tree.leaf_paths):
-        path_of[path] = index
-        columns[index, : len(path)] = torch.tensor(path)
-    return to_device(columns, device), to_device(path_of, device), to_device(depths, device)
 
 
 class TreeRunningState(RunningState):
@@ -360,38 +314,38 @@ class TreeRunningState(RunningState):
 
     For the columns 0, 1, 2 and 3, where 1 and 2 follow 0, and 3 follows 1:
 
-        state before --- mixer(columns 0 1 3) --> outputs of columns 0, 1 and 3
+        state before --- mixer(columns 0 . .) --> output of column 0
+        state before --- mixer(columns 0 1 .) --> output of column 1
         state before --- mixer(columns 0 2 .) --> output of column 2
+        state before --- mixer(columns 0 1 3) --> output of column 3
         state before --- mixer(columns 0 2) ----> state             `rewind_to([0, 2])`
     """
 
-    # The paths of the next step's tree on a device; None: a chain.
-    paths_on: Callable[[torch.device], Paths] | None = None
+    tree: DraftTree | None = None  # of the next step; None: a chain
 
     def hooks(self) -> list[Any]:
         """As `RunningState.hooks`; in a step over a tree, the output of the mixer is that of the paths."""
         handles = super().hooks()
-        paths_on = self.paths_on
-        if paths_on is None:
+        tree = self.tree
+        if tree is None:
             return handles
         thread = threading.get_ident()
 
         def join(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-            if threading.get_ident() != thread:
-                return output
-            return self._joined(*paths_on(output.device))
+            return self._output_of(tree) if threading.get_ident() == thread else output
 
         return [*handles, self.mixer.register_forward_hook(join)]
 
-    def _joined(self, paths: torch.Tensor, path_of: torch.Tensor, place_of: torch.Tensor) -> torch.Tensor:
+    def _output_of(self, tree: DraftTree) -> torch.Tensor:
         """The output [1, S, D] of the recorded columns, each after its path."""
-        inputs = self._arguments["hidden_states"][0, paths]
-        outputs = self.replay(inputs, torch.zeros_like(paths[:, 0]))
-        if len(paths) > 1:  # else all columns may be kept; the states of paths take memory in every layer
-            self.restore()
-        return outputs[path_of, place_of][None]
+        hidden_states = self._arguments["hidden_states"]
+        paths = to_device(tree.padded_paths, hidden_states.device)
+        outputs = self.replay(hidden_states[0, paths], torch.zeros_like(paths[:, 0]))
+        self.restore()  # the states of paths take memory in every layer
+        depths = (paths > 0).sum(1)
+        columns = torch.arange(len(paths), device=paths.device)
+        return outputs[columns, depths][None]
 
-    @torch.no_grad()
     def rewind_to(self, columns: Sequence[int]) -> None:
         """Sets the state of a single sequence to that after `columns` of the recorded step."""
         inputs = chosen(self._arguments["hidden_states"], 1, columns)
@@ -407,20 +361,20 @@ class TreeCache(PreallocatedCache):
     @contextmanager
     def recording(self, num_columns: int, tree: DraftTree | None = None) -> Iterator[None]:
         """As `PreallocatedCache.recording`, of a chain, or of `tree`."""
-        paths_on = None if tree is None else cache(lambda device: paths_of(tree, device))  # moved once for all layers
         for running in self._running.values():
-            running.paths_on = paths_on
+            running.tree = None if tree is None or tree.is_chain else tree
         with super().recording(num_columns):
             yield
 
     def keep_columns(self, width: int, columns: Sequence[int]) -> None:
         """Keeps the given `columns` (rising) of a single sequence's last `width` positions, moved together."""
         start = self.get_seq_length() - width
-        index = torch.tensor([start + column for column in columns], dtype=torch.long)
-        end = start + len(columns)
+        kept = slice(start, start + len(columns))
+        index = start + torch.tensor(columns, dtype=torch.long)
         for layer in self.attention_layers():
-            if layer.is_initialized:  # else it reads the keys of another layer
-                for states in (layer.keys, layer.values):
-                    index = to_device(index, states.device)
-                    states[:, :, start:end] = states.index_select(2, index)
+            if not layer.is_initialized:  # it reads the keys of another layer
+                continue
+            for states in (layer.keys, layer.values):
+                index = to_device(index, states.device)
+                states[:, :, kept] = states.index_select(2, index)
         self._drop([width - len(columns)], lambda running: running.rewind_to(columns))

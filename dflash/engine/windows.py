@@ -38,27 +38,29 @@ class WindowedCache(PreallocatedCache):
         dropped = to_device(torch.tensor(self.dropped), slots.device)
         return slots + dropped[:, None]
 
-    @property
-    def excess(self) -> list[int]:
-        """How many keys of each sequence are beyond the window; 0 until they are an eighth of it, so that few moves are needed."""
-        first, newest = self.window
-        excess = [length - first - newest for length in self.lengths]
-        return [count if 8 * count > newest else 0 for count in excess]
-
     def drop(self) -> None:
-        """Drops the keys beyond the window, those after the first ones, and moves the newest up to these."""
-        counts = self.excess
-        if not any(counts):
-            return
-        first = self.window[0]
+        """Drops the keys beyond the window, those after the first ones, and moves the newest up to these.
+
+        Nothing is dropped until they are an eighth of the window, so that few moves are needed.
+        """
+        first, newest = self.window
+        for place, length in enumerate(self.lengths):
+            excess = length - first - newest
+            if 8 * excess > newest:
+                self._drop_after(first, excess, place)
+
+    def _drop_after(self, first: int, count: int, place: int) -> None:
+        """Drops `count` keys after the `first` ones of a sequence."""
         lengths = self.lengths
+        kept = slice(first + count, lengths[place])
+        lengths[place] -= count
+        moved = slice(first, lengths[place])
         for layer in self.attention_layers():
-            for place, count in enumerate(counts):
-                for states in (layer.keys[place], layer.values[place]):
-                    newest = states[:, first + count : lengths[place]].clone()
-                    states[:, first : lengths[place] - count] = newest
-        self.dropped = [dropped + count for dropped, count in zip(self.dropped, counts, strict=True)]
-        self._set_lengths([length - count for length, count in zip(lengths, counts, strict=True)])
+            for storage in (layer.keys, layer.values):
+                states = storage[place]
+                states[:, moved] = states[:, kept].clone()
+        self.dropped[place] += count
+        self._set_lengths(lengths)
 
     def truncate(self, length: int) -> int:
         """Keeps the keys of a single text's first `length` positions. If it ends among dropped ones, the first are left."""
@@ -72,11 +74,6 @@ class WindowedCache(PreallocatedCache):
         """As `PreallocatedCache.keep_sequences`."""
         super().keep_sequences(places)
         self.dropped = [self.dropped[place] for place in places]
-
-    def reset(self) -> None:
-        """Empties the cache."""
-        super().reset()
-        self.dropped = [0] * self.batch_size
 
 
 class WindowedContext(DrafterContext):

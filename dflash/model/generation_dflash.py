@@ -149,7 +149,7 @@ def generate_blocks(
               be recorded runs eagerly, with a warning.
             - **prompt_lookup_num_tokens** (`int`, defaults to 31): Proposals of a step, at most 63, where the text repeats
               itself. After the last tokens, or those and the first that the drafter proposes, what followed them earlier is
-              proposed. **max_matching_ngram_size** (`int`, defaults to 10) of them have to match. 0 looks nothing up.
+              proposed. **max_matching_ngram_size** (`int`, defaults to 5) of them have to match. 0 looks nothing up.
 
     Each sequence's first block holds one token, which the prompt's forward gives. Raises ValueError as [`spec_generate`].
 
