@@ -387,10 +387,13 @@ class Decoder:
         return ValueError(f"The {name}'s logits are NaN or infinite ({type(model).__name__} in {dtype}): {remedy}.")
 
 
-@torch.no_grad()
 def decode_blocks(decoder: Decoder) -> Iterator[Block]:
     """Proposes, verifies, accepts and commits blocks until every sequence is done."""
-    yield from decoder.read_prompt()
+    with torch.no_grad():  # not around the loop, which would enter it for each block of a batch
+        blocks = decoder.read_prompt()
+    yield from blocks
     while decoder.sequences:
-        step = decoder.run_step()
-        yield from decoder.commit(step)
+        with torch.no_grad():
+            step = decoder.run_step()
+            blocks = decoder.commit(step)
+        yield from blocks

@@ -71,19 +71,22 @@ class Context:
         features = self.features[:, : max(num_real)]
         return Context(chosen(features, 0, places), num_real)
 
-    def joined(self, second: Context) -> Context:
-        """This context and the next part of the text. Each sequence's valid columns are moved to the front."""
+    @classmethod
+    def joined(cls, parts: Sequence[Context]) -> Context:
+        """Contexts of consecutive parts of the text. Each sequence's valid columns are moved to the front."""
+        if len(parts) == 1:
+            return parts[0]
         num_real = []
-        for counts in zip(self.num_real, second.num_real, strict=True):
+        for counts in zip(*[part.num_real for part in parts], strict=True):
             num_real.append(sum(counts))
-        features = torch.cat([self.features, second.features], dim=1)
+        features = torch.cat([part.features for part in parts], dim=1)
         if min(num_real) < features.shape[1]:
-            is_real = torch.cat([self.is_real, second.is_real], dim=1)
+            is_real = torch.cat([part.is_real for part in parts], dim=1)
             is_padding = (~is_real).long()
             order = is_padding.argsort(dim=1, stable=True)
             order = order[:, : max(num_real)]
             features = features.take_along_dim(order[..., None], dim=1)
-        return Context(features, num_real)
+        return cls(features, num_real)
 
 
 class DrafterContext:
@@ -91,7 +94,6 @@ class DrafterContext:
 
     Attributes:
         cache (`PreallocatedCache`): The keys and values.
-        waiting (`Context`): The context that the drafter has not read, which may be empty.
     """
 
     def __init__(self, drafter: Any, cache: PreallocatedCache) -> None:
@@ -102,7 +104,7 @@ class DrafterContext:
         config = drafter.config
         width = len(config.target_layer_ids) * config.hidden_size
         nothing = torch.empty(cache.batch_size, 0, width, device=self._device, dtype=self._dtype)
-        self.waiting = Context(nothing, [0] * cache.batch_size)
+        self._parts = [Context(nothing, [0] * cache.batch_size)]  # of the context that waits; a single one may be empty
 
     @property
     def num_read(self) -> int:
@@ -112,9 +114,15 @@ class DrafterContext:
     def append(self, context: Context) -> None:
         """Adds the context of new text."""
         features = context.features.to(self._device, self._dtype)
-        moved = Context(features, context.num_real)
-        has_more = self.waiting.num_columns > 0
-        self.waiting = self.waiting.joined(moved) if has_more else moved
+        if not self._parts[-1].num_columns:
+            self._parts.clear()
+        self._parts.append(Context(features, context.num_real))
+
+    @property
+    def waiting(self) -> Context:
+        """The context that the drafter has not read, which may be empty."""
+        self._parts = [Context.joined(self._parts)]  # only now: steps without a draft just append
+        return self._parts[0]
 
     def for_next_block(self) -> Context:
         """The context that the drafter reads together with the next block."""
@@ -122,12 +130,13 @@ class DrafterContext:
 
     def mark_read(self) -> None:
         """Marks the waiting context as read: its keys and values are in the cache."""
-        self.waiting = self.waiting.part(0, 0)
+        self._parts = [self._parts[0].part(0, 0)]
 
     def absorb(self) -> None:
         """Reads the waiting context now, without a block."""
-        if self.waiting.num_columns:
-            self._absorb(self.waiting)
+        context = self.waiting
+        if context.num_columns:
+            self._absorb(context)
         self.mark_read()
 
     def _absorb(self, context: Context) -> None:
@@ -142,12 +151,12 @@ class DrafterContext:
     def keep_sequences(self, places: list[int]) -> None:
         """Drops all sequences of the batch except these."""
         self.cache.keep_sequences(places)
-        self.waiting = self.waiting.of_sequences(places)
+        self._parts = [self.waiting.of_sequences(places)]
 
     def truncate(self, length: int) -> None:
         """Keeps the context of a single text's first `length` tokens."""
         num_read = min(self.num_read, length)
-        self.waiting = self.waiting.part(0, length - num_read)
+        self._parts = [self.waiting.part(0, length - num_read)]
         self.cache.truncate(num_read)
 
 

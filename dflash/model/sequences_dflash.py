@@ -26,7 +26,7 @@ class TextSequence:
     @property
     def length(self) -> int:
         """Tokens of the prompt, with its padding, and after it."""
-        return len(self.prompt_ids) + len(self.new_ids)
+        return self.prompt_ids.shape[0] + len(self.new_ids)
 
     @cached_property
     def on_host(self) -> TextSequence:
