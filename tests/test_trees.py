@@ -148,23 +148,22 @@ def test_a_causal_heads_tree_is_the_likeliest_paths_after_the_anchor(head_name: 
     likeliest = sorted(chances, key=chances.__getitem__, reverse=True)[:40]
     assert paths(tree) == [tuple(int(token_ids[d, i]) for d, i in enumerate(path)) for path in likeliest]
     best = [0]
-    while children := tree.children[best[-1]]:
-        best.append(min(children.values()))
+    while children := [column for (parent, _), column in tree.columns.items() if parent == best[-1]]:
+        best.append(min(children))
     assert [tree.token_ids[column - 1] for column in best[1:]] == chain.tolist()[: len(best) - 1]
     assert not torch.equal(
         chain, drafter.compute_logits(hidden_states, head).argmax(dim=-1)
     )  # the head changes something
 
 
-def test_depths_children_paths_and_ancestors() -> None:
+def test_depths_columns_paths_and_ancestors() -> None:
     tree = DraftTree([7, 8, 9, 7, 5], [0, 1, 0, 2, 4])
     assert tree.depths == [0, 1, 2, 1, 3, 4]
-    assert tree.children == [{7: 1, 9: 3}, {8: 2}, {7: 4}, {}, {5: 5}, {}]
+    assert not tree.is_chain
+    assert DraftTree([7, 8], [0, 1]).is_chain
+    assert tree.columns == {(0, 7): 1, (1, 8): 2, (0, 9): 3, (2, 7): 4, (4, 5): 5}
     assert tree.paths == [[0], [0, 1], [0, 1, 2], [0, 3], [0, 1, 2, 4], [0, 1, 2, 4, 5]]
     assert tree.walk({0: 7, 1: 8, 2: 6}.__getitem__) == [0, 1, 2]
-    assert not tree.is_chain
-    assert tree.first(2).is_chain
-    assert tree.first(2).parents == [0, 1]
     expected = [{0}, {0, 1}, {0, 1, 2}, {0, 3}, {0, 1, 2, 4}, {0, 1, 2, 4, 5}]
     assert [set(row.nonzero().flatten().tolist()) for row in tree.ancestors()] == expected
 
@@ -200,9 +199,10 @@ def test_a_chain_sees_what_causal_rows_see() -> None:
 def test_kept_columns_move_together() -> None:
     cache = TreeCache(num_layers=2, capacity=16)
     states = torch.arange(9.0).view(1, 1, 9, 1).repeat(1, 2, 1, 4)
-    for layer in range(2):
-        cache.update(states, -states, layer)
-    cache.keep_columns(6, [0, 2, 5])  # positions 3 + (0, 2, 5)
+    with cache.recording(6):
+        for layer in range(2):
+            cache.update(states, -states, layer)
+    cache.keep_columns([0, 2, 5])  # positions 3 + (0, 2, 5)
     assert cache.lengths == [6]
     keys, values = cache.update(torch.full((1, 2, 1, 4), 50.0), torch.full((1, 2, 1, 4), -50.0), 0)
     assert keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 5, 8, 50]
@@ -212,10 +212,13 @@ def test_kept_columns_move_together() -> None:
 def test_kept_columns_are_checked() -> None:
     """Promise: what is not there cannot be kept."""
     cache = TreeCache(num_layers=1, capacity=16)
-    cache.update(torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4, 4), 0)
+    with cache.recording(5):
+        cache.update(torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4, 4), 0)
     with pytest.raises(ValueError, match=r"Cannot roll back \[5\] of \[4\]"):
-        cache.keep_columns(5, [])
-    cache.keep_columns(4, [])
+        cache.keep_columns([])
+    with cache.recording(4):
+        pass
+    cache.keep_columns([])
     assert cache.lengths == [0]
 
 
@@ -247,7 +250,7 @@ def test_a_tree_gives_the_logits_of_its_paths(name: str, columns: list[int]) -> 
             logits, _ = verify_tree(own, token_ids, cache, tree)
             for path in tree.paths:
                 assert_close(logits[:, path], token_ids[:, path])
-            cache.keep_columns(token_ids.shape[1], kept)
+            cache.keep_columns(kept)
             text = torch.cat([text, token_ids[:, kept]], dim=1)
             last, _ = own.verify(last_ids, cache)
             assert_close(last, last_ids)
@@ -288,15 +291,14 @@ def test_broken_logits_on_the_path_are_reported() -> None:
     assert accept_tree(broken, choices, torch.zeros(1, 7)).num_accepted.tolist() == [DRAFTER_BROKE]
 
 
-def test_the_first_nodes_are_a_tree() -> None:
-    """Promise: a width is chosen by cutting; what is left are the most probable paths, also none."""
-    proposals = TreeProposals.of(TREE, torch.device("cpu"))
-    for count in range(7):
-        first = proposals.first(count)
-        assert first.token_ids.tolist() == [TREE.token_ids[:count]]
-        assert first.tree == TREE.first(count)
-        assert len(first.tree.depths) == 1 + count
-    empty = proposals.first(0).tree
+def test_a_smaller_tree_is_the_first_nodes_of_a_larger_one() -> None:
+    log_probs, token_ids = random_distributions(depth=3, width=4, seed=1)
+    positions = positions_of(log_probs, token_ids)
+    tree = DraftTree.grown(positions, 12)
+    for count in range(12):
+        first = DraftTree.grown(positions, count)
+        assert (first.token_ids, first.parents) == (tree.token_ids[:count], tree.parents[:count])
+    empty = DraftTree.grown(positions, 0)
     assert (empty.ancestors().tolist(), empty.depths) == ([[True]], [0])
 
 

@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from dflash.model.acceptance_dflash import Proposals
 from dflash.model.cache_dflash import to_device
@@ -89,15 +89,12 @@ def with_lookups(proposals: Proposals, matches: Mapping[int, list[int]]) -> Prop
 
     No proposal may have been drawn: q of each of them is one token.
     """
-    num_drafted = proposals.token_ids.shape[1]
-    lengths = [len(match) for match in matches.values()]
-    num_more = max(lengths) - num_drafted
-    num_more = max(num_more, 0)
-    token_ids = functional.pad(proposals.token_ids, (0, num_more))
-    device = token_ids.device
+    rows = list(proposals.token_ids)
     for place, match in matches.items():
-        looked_up_ids = torch.tensor(match)
-        token_ids[place, : len(match)] = to_device(looked_up_ids, device)
+        looked_up_ids = to_device(torch.tensor(match), rows[place].device)
+        tail = rows[place][len(match) :]
+        rows[place] = torch.cat([looked_up_ids, tail])
+    token_ids = pad_sequence(rows, batch_first=True)
     return replace(proposals, token_ids=token_ids, looked_up=tuple(matches))
 
 
@@ -122,11 +119,11 @@ class LookupProposer:
 
     def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
         """At most `most` tokens after the anchors [B, 1] of the sequences."""
-        matches = self._matches(sequences)
+        matches = self._matches(sequences) if most else {}
         proposals = Proposals(anchors[:, :0])
         if len(matches) < len(sequences):
             proposals = self.drafts.propose(sequences, anchors, most)
-        if not matches or most == 0 or proposals.probabilities is not None:
+        if not matches or proposals.probabilities is not None:
             return proposals
         is_rare = 2 * len(matches) < len(sequences)
         width = min(most, self.block_proposals) if is_rare else most

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from dflash.model.cache_dflash import CAPACITY_STEP, PreallocatedCache
+from dflash.model.cache_dflash import CAPACITY_STEP, PreallocatedCache, room_like
 from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS
 
 from .steps import WholeRunner, checked
@@ -61,14 +61,9 @@ def release(cache: PreallocatedCache) -> None:
     own_keys = []
     own_values = []
     for layer in cache.attention_layers():
-        own_keys.append(_room_like(layer.keys, num_sequences, capacity))
-        own_values.append(_room_like(layer.values, num_sequences, capacity))
+        own_keys.append(room_like(layer.keys, num_sequences, capacity))
+        own_values.append(room_like(layer.values, num_sequences, capacity))
     adopt(cache, own_keys, own_values)
-
-
-def _room_like(states: torch.Tensor, num_sequences: int, capacity: int) -> torch.Tensor:
-    shape = (num_sequences, states.shape[1], capacity, states.shape[3])
-    return states.new_zeros(shape)
 
 
 class Recording:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dflash.model.acceptance_dflash import Acceptor
-from dflash.model.cache_dflash import PreallocatedCache, chosen
+from dflash.model.acceptance_dflash import Acceptor, Proposals
+from dflash.model.cache_dflash import PreallocatedCache
 from dflash.model.decoding_dflash import Decoder, EagerRunner, Step
 from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer, Proposer
 from dflash.model.requests_dflash import Request
@@ -102,30 +102,21 @@ class EngineDecoder(Decoder):
 class TreeRunner(EagerRunner):
     """Verifies trees of proposals, and keeps the columns of the accepted path."""
 
-    def run(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Step:
-        """As `EagerRunner.run`."""
-        proposals = self.proposer.propose(sequences, anchors, most)
-        token_ids = torch.cat([anchors, proposals.token_ids], dim=1)
-        cache: Any = self.conversation.target_cache  # a `TreeCache`
+    def verify(self, token_ids: torch.Tensor, proposals: Proposals) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `EagerRunner.verify`."""
         if not isinstance(proposals, TreeProposals):
-            logits, features = self.target.verify(token_ids, cache)
-            return self.accept(sequences, proposals, logits, features)
-        logits, features = verify_tree(self.target, token_ids, cache, proposals.tree)
-        step = self.accept(sequences, proposals, logits, features)
-        acceptance: Any = step.acceptance  # a `TreeAcceptance`
-        if "logits" in step.outputs:
-            columns = acceptance.columns
-            step.outputs["logits"] = logits[:, columns]
-        return step
+            return super().verify(token_ids, proposals)
+        cache: Any = self.conversation.target_cache  # a `TreeCache`
+        return verify_tree(self.target, token_ids, cache, proposals.tree)
 
     def keep(self, step: Step, num_kept: list[int]) -> None:
         """As `EagerRunner.keep`."""
-        if step.features is None or not isinstance(step.acceptance, TreeAcceptance):
+        if not isinstance(step.acceptance, TreeAcceptance):
             super().keep(step, num_kept)
             return
         columns = step.acceptance.columns[: num_kept[0]]
         cache: Any = self.conversation.target_cache
-        width = step.features.shape[1]
-        cache.keep_columns(width, columns)
-        features = chosen(step.features, 1, columns)
-        self.conversation.context.append(Context(features, num_kept))
+        cache.keep_columns(columns)
+        assert step.features is not None  # it is no prompt
+        features = step.acceptance.before_tokens(step.features)
+        self.conversation.context.append(Context(features[:, : num_kept[0]], num_kept))

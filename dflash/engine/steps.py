@@ -140,15 +140,16 @@ def agree(output: WholeStep, expected: WholeStep) -> bool:
     is_same_choice = output.token_ids == expected.token_ids
     share = is_same_choice[:, columns].float().mean()
     features = expected.features[:, columns]
-    output_features = output.features[:, columns]
-    difference = output_features - features
-    error = difference.abs().max()
     largest = features.abs().max()
     largest = largest.clamp(min=1.0)
     tolerance = TOLERANCES.get(features.dtype, LOW_PRECISION_TOLERANCE)
-    is_close = error <= tolerance * largest
-    are_same = share >= FEWEST_SAME_CHOICES
-    return bool(is_close & are_same)
+    is_close = torch.allclose(
+        output.features[:, columns],
+        features,
+        rtol=0.0,
+        atol=float(tolerance * largest),
+    )
+    return is_close and bool(share >= FEWEST_SAME_CHOICES)
 
 
 def why_not(target: Any, drafter: Any) -> str | None:

@@ -66,10 +66,6 @@ class DraftTree:
                 heapq.heappush(frontier, candidate)
         return tree
 
-    def first(self, count: int) -> DraftTree:
-        """The `count` most probable nodes. They form a tree: no node is more probable than its parent."""
-        return DraftTree(self.token_ids[:count], self.parents[:count])
-
     @cached_property
     def paths(self) -> list[list[int]]:
         """The columns from the anchor to each column."""
@@ -89,13 +85,10 @@ class DraftTree:
         return max(self.depths) == len(self.token_ids)
 
     @cached_property
-    def children(self) -> list[dict[int, int]]:
-        """For each column, its children: token to column."""
-        children: list[dict[int, int]] = [{} for _ in self.paths]
-        for path, token_id in zip(self.paths[1:], self.token_ids, strict=True):
-            parent, column = path[-2:]
-            children[parent][token_id] = column
-        return children
+    def columns(self) -> dict[tuple[int, int], int]:
+        """The column of each node, by its parent's column and its token."""
+        keys = zip(self.parents, self.token_ids, strict=True)
+        return {key: column for column, key in enumerate(keys, start=1)}
 
     def walk(self, token_after: Callable[[int], int]) -> list[int]:
         """The columns from the anchor on, as far as `token_after` a column is one of its children."""
@@ -104,7 +97,7 @@ class DraftTree:
         while column is not None:
             columns.append(column)
             token_id = token_after(column)
-            column = self.children[column].get(token_id)
+            column = self.columns.get((column, token_id))
         return columns
 
     @cached_property
@@ -131,10 +124,6 @@ class TreeProposals(Proposals):
         """The nodes of `tree`, for a target on `device`. `is_finite`: whether the drafter's logits were."""
         token_ids = torch.tensor([tree.token_ids], dtype=torch.long)
         return cls(to_device(token_ids, device), is_finite=torch.tensor([is_finite]), tree=tree)
-
-    def first(self, count: int) -> TreeProposals:
-        """The `count` most probable nodes."""
-        return replace(self, token_ids=self.token_ids[:, :count], tree=self.tree.first(count))
 
 
 # -- growing
@@ -176,7 +165,7 @@ class TreeProposer:
         self.num_nodes = num_nodes if most is None else min(num_nodes, most)
 
     def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
-        """A tree after anchors [1, 1] whose paths have at most `most` tokens, and none more than a block."""
+        """A tree of at most `most` nodes after anchors [1, 1], whose paths are not longer than a block."""
         depth = min(most, self.drafts.num_proposals)
         if depth == 0:
             return Proposals(anchors[:, :0])
@@ -185,11 +174,11 @@ class TreeProposer:
         # One copy for both; float32 holds ids below 2**24.
         numbers = torch.cat([token_ids[:, None], log_probs], dim=1)
         positions = to_host(numbers)()
-        totals = [sum(rows[1]) for rows in positions]
-        is_finite = not math.isnan(sum(totals))  # NaN if one of the numbers is
-        budget = self.num_nodes if is_finite else 0
-        tree = DraftTree.grown(positions, budget)
-        return TreeProposals.of(tree, anchors.device, is_finite)
+        # A sum over all tokens is part of each number.
+        has_nan = any(math.isnan(rows[1][0]) for rows in positions)
+        num_nodes = min(most, self.num_nodes)
+        tree = DraftTree.grown(positions, num_nodes)
+        return TreeProposals.of(tree, anchors.device, is_finite=not has_nan)
 
     def branches(self, hidden_states: torch.Tensor, anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities [n, K or 1, K] and tokens [n, K] of hidden states [1, n, D] after anchors [1, 1], for `grown`.
@@ -199,16 +188,17 @@ class TreeProposer:
         drafts = self.drafts
         logits = drafts.drafter.compute_logits(hidden_states, drafts.target.head)
         causal_head = drafts.drafter.causal_head(drafts.embed)
-        if causal_head is not None:
+        if causal_head is None:
+            scores = logits.transpose(0, 1)  # [n, 1, V]
+        else:
             scores, token_ids = scores_after_each(causal_head, hidden_states, logits, anchors)
-            scores = scores.float() / self.request.temperature
-            log_probs = scores.log_softmax(-1)
+        scores = scores.float() / self.request.temperature
+        log_probs = scores.log_softmax(-1)
+        if causal_head is not None:
             return log_probs, token_ids
         count = min(self.num_nodes, TREE_BRANCHES, logits.shape[-1])
-        scores = logits.float() / self.request.temperature
-        log_probs = scores.log_softmax(-1)
         best = log_probs.topk(count)
-        return best.values.transpose(0, 1), best.indices[0]
+        return best.values, best.indices[:, 0]
 
     def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
         """As `DraftProposer.record`."""
@@ -245,6 +235,10 @@ class TreeAcceptance(Acceptance):
     """The path of a tree that is accepted."""
 
     columns: list[int] = field(kw_only=True)  # the anchor's and those of the accepted nodes; token i follows column i
+
+    def before_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """As `Acceptance.before_tokens`."""
+        return chosen(states, 1, self.columns)
 
 
 def accept_tree(proposals: TreeProposals, choices: torch.Tensor, best: torch.Tensor) -> TreeAcceptance:
@@ -283,7 +277,7 @@ class TreeAcceptor(Acceptor):
         choices, best = self.choose(scores, sequences, proposals.tree.depths)
         acceptance = accept_tree(proposals, choices, best)
         if self.keeps_scores:
-            scores = chosen(scores, 1, acceptance.columns)
+            scores = acceptance.before_tokens(scores)
             acceptance = replace(acceptance, scores=scores)
         return acceptance
 
@@ -366,8 +360,9 @@ class TreeCache(PreallocatedCache):
         with super().recording(num_columns):
             yield
 
-    def keep_columns(self, width: int, columns: Sequence[int]) -> None:
-        """Keeps the given `columns` (rising) of a single sequence's last `width` positions, moved together."""
+    def keep_columns(self, columns: Sequence[int]) -> None:
+        """Keeps the given `columns` (rising) of the recorded forward of a single sequence, moved together."""
+        width = self._num_recorded or 0
         start = self.get_seq_length() - width
         kept = slice(start, start + len(columns))
         index = start + torch.tensor(columns, dtype=torch.long)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
@@ -146,29 +146,25 @@ class WidthProposer:
         known.num_left = min(known.num_left, known.pause // 4)  # this text may differ
         self._known = known
         self._costs = StepCosts()  # of steps like this one
-        self._elapsed: Callable[[], float] | None = None  # seconds since this step began
+        self._elapsed = stopwatch()  # since this step began
 
     def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
         """At most `most` tokens after the anchors [B, 1]: as many as the steps before this one recommend."""
-        if most == 0:
-            return Proposals(anchors[:, :0])
         self._costs = self._known.costs_of(sequences)
         self._elapsed = stopwatch()
         width = min(most, self._known.choose(self._costs))
-        if width == 0:
-            return Proposals(anchors[:, :0])
-        return self.drafts.propose(sequences, anchors, width).first(width)
+        return self.drafts.propose(sequences, anchors, width)
 
     def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
         """Adds the time and the accepted proposals of a step. One with lookups says nothing about drafts."""
-        width = proposals.token_ids.shape[1]
-        if self._elapsed is not None and not proposals.looked_up:
-            self._costs.add(width, self._elapsed())
-            if width > 0:
-                accepted = [accepted_columns(proposals, block) for block in blocks]
-                self._known.add_draft(width, accepted, self._costs)
-        self._elapsed = None
         self.drafts.record(proposals, blocks)
+        if proposals.looked_up:
+            return
+        width = proposals.token_ids.shape[1]
+        self._costs.add(width, self._elapsed())
+        if width > 0:
+            accepted = [accepted_columns(proposals, block) for block in blocks]
+            self._known.add_draft(width, accepted, self._costs)
 
 
 def accepted_columns(proposals: Proposals, block: Any) -> Sequence[int]:

@@ -83,6 +83,10 @@ class Acceptance:
         last = self.num_accepted.clamp(min=0)
         return self.token_ids.gather(1, last[:, None])
 
+    def before_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """Of states [B, n + 1, ...] of a step's columns, those that the tokens follow, in order."""
+        return states
+
 
 def accept_prefix(proposals: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
     """Length [B] of the longest prefix in which proposals [B, N - 1] equal choices [B, N]."""

@@ -55,8 +55,8 @@ class PreallocatedLayer(CacheLayerMixin):
         self.device = key_states.device
         num_sequences = max(self.num_sequences, len(key_states))
         value_states = key_states if value_states is None else value_states
-        self.keys = _room_like(key_states, num_sequences, self.capacity)
-        self.values = _room_like(value_states, num_sequences, self.capacity)
+        self.keys = room_like(key_states, num_sequences, self.capacity)
+        self.values = room_like(value_states, num_sequences, self.capacity)
         self.is_initialized = True
 
     def update(
@@ -123,7 +123,7 @@ def _rounded(capacity: int) -> int:
     return -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
 
 
-def _room_like(states: torch.Tensor, num_sequences: int, capacity: int) -> torch.Tensor:
+def room_like(states: torch.Tensor, num_sequences: int, capacity: int) -> torch.Tensor:
     """Storage for states like these [B, G, S, E]. Zeros: a masked slot has weight 0, and 0 times NaN is NaN."""
     shape = (num_sequences, states.shape[1], capacity, states.shape[3])
     with torch.inference_mode(False):  # it may be written after inference mode has ended

@@ -165,8 +165,12 @@ class EagerRunner:
         """Proposes at most `most` tokens after anchors [B, 1], verifies them, and accepts a prefix."""
         proposals = self.proposer.propose(sequences, anchors, most)
         token_ids = torch.cat([anchors, proposals.token_ids], dim=1)  # [B, 1 + n]
-        logits, features = self.target.verify(token_ids, self.conversation.target_cache)
+        logits, features = self.verify(token_ids, proposals)
         return self.accept(sequences, proposals, logits, features)
+
+    def verify(self, token_ids: torch.Tensor, proposals: Proposals) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and context features of anchors and proposals, token_ids [B, 1 + n], which `keep` rolls back."""
+        return self.target.verify(token_ids, self.conversation.target_cache)
 
     def accept(
         self,
@@ -181,7 +185,7 @@ class EagerRunner:
         if "scores" in self.request.keeping and acceptance.scores is not None:
             outputs["scores"] = acceptance.scores
         if "logits" in self.request.keeping:
-            outputs["logits"] = logits
+            outputs["logits"] = acceptance.before_tokens(logits)
         return Step(proposals, acceptance, features, outputs)
 
     def keep(self, step: Step, num_kept: list[int]) -> None:

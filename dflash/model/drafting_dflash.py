@@ -104,7 +104,9 @@ class DrafterContext:
         config = drafter.config
         width = len(config.target_layer_ids) * config.hidden_size
         nothing = torch.empty(cache.batch_size, 0, width, device=self._device, dtype=self._dtype)
-        self._parts = [Context(nothing, [0] * cache.batch_size)]  # of the context that waits; a single one may be empty
+        self._parts = [
+            Context(nothing, [0] * cache.batch_size)
+        ]  # of the context that waits; a single one may be empty
 
     @property
     def num_read(self) -> int:
