@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, takewhile
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ LONGEST_MATCH = 64
 # Most occurrences that are compared, the newest ones.
 MOST_OCCURRENCES = 32
 
+Ngram = tuple[int, ...]
+
 
 class PromptLookup:
     """Finds what followed the longest, then the newest, earlier occurrence of a sequence's last tokens.
@@ -38,7 +40,7 @@ class PromptLookup:
         self.ngram_size = ngram_size
         self._text: list[int] = []
         # Of each n-gram, where the tokens after it begin, oldest first. The text's last n-gram is added with its next token.
-        self._begins: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        self._begins = defaultdict[Ngram, list[int]](list)
         self._num_matching = ngram_size
 
     def read(self, sequence: TextSequence) -> None:
@@ -50,10 +52,11 @@ class PromptLookup:
 
     def _append(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
-            self._begins[self._last_ngram()].append(len(self._text))
+            begins = self._begins[self._last_ngram()]
+            begins.append(len(self._text))
             self._text.append(token_id)
 
-    def _last_ngram(self) -> tuple[int, ...]:
+    def _last_ngram(self) -> Ngram:
         """The last n-gram of the text. A shorter text is one of its own, which never occurs again."""
         return tuple(self._text[-self.ngram_size :])
 
@@ -71,10 +74,11 @@ class PromptLookup:
 
     def _num_equal(self, begin: int) -> int:
         """How many tokens before `begin` equal the last ones of the text."""
-        length = 0
-        while length < min(begin, LONGEST_MATCH) and self._text[begin - length - 1] == self._text[-length - 1]:
-            length += 1
-        return length
+        start = max(begin - LONGEST_MATCH, 0)
+        before = self._text[start:begin]
+        pairs = zip(reversed(before), reversed(self._text), strict=False)
+        equal = takewhile(lambda pair: pair[0] == pair[1], pairs)
+        return len(list(equal))
 
     def record(self, num_accepted: int) -> None:
         """Adapts the number of tokens that have to match to the accepted tokens of a lookup."""
@@ -91,8 +95,9 @@ def with_lookups(proposals: Proposals, matches: Mapping[int, list[int]]) -> Prop
     """
     rows = list(proposals.token_ids)
     for place, match in matches.items():
-        looked_up_ids = to_device(torch.tensor(match), rows[place].device)
-        tail = rows[place][len(match) :]
+        row = rows[place]
+        looked_up_ids = to_device(torch.tensor(match), row.device)
+        tail = row[len(match) :]
         rows[place] = torch.cat([looked_up_ids, tail])
     token_ids = pad_sequence(rows, batch_first=True)
     return replace(proposals, token_ids=token_ids, looked_up=tuple(matches))
@@ -101,19 +106,17 @@ def with_lookups(proposals: Proposals, matches: Mapping[int, list[int]]) -> Prop
 class LookupProposer:
     """Proposes what followed in the texts' own past, and what another proposer drafts where nothing did.
 
-    If all sequences have a match, nothing is drafted. If fewer than half of them have one, a step is not wider than a block.
+    If all sequences have a match, nothing is drafted. If fewer than half of them have one, a step is not wider than the drafts.
     Among drawn proposals nothing is looked up.
 
     Args:
         drafts: The proposer for the other sequences.
         num_tokens: Proposals of a sequence with a match.
         ngram_size: The smallest number of tokens that match.
-        block_proposals: Proposals of a block.
     """
 
-    def __init__(self, drafts: Proposer, num_tokens: int, ngram_size: int, block_proposals: int) -> None:
+    def __init__(self, drafts: Proposer, num_tokens: int, ngram_size: int) -> None:
         self.drafts = drafts
-        self.block_proposals = block_proposals
         lookup = partial(PromptLookup, num_tokens, ngram_size)
         self._lookups: dict[int, PromptLookup] = defaultdict(lookup)  # by index of the sequence
 
@@ -123,11 +126,13 @@ class LookupProposer:
         proposals = Proposals(anchors[:, :0])
         if len(matches) < len(sequences):
             proposals = self.drafts.propose(sequences, anchors, most)
-        if not matches or proposals.probabilities is not None:
-            return proposals
+        num_drafted = proposals.token_ids.shape[1]
         is_rare = 2 * len(matches) < len(sequences)
-        width = min(most, self.block_proposals) if is_rare else most
-        return with_lookups(proposals, matches).first(width)
+        width = num_drafted if is_rare else most
+        if not width or not matches or proposals.probabilities is not None:
+            return proposals
+        proposals = with_lookups(proposals, matches)
+        return proposals.first(width)
 
     def has_match(self, sequences: list[TextSequence]) -> bool:
         """Whether what a sequence ends with occurred before, so that `propose` looks it up."""

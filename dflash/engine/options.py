@@ -31,8 +31,10 @@ def _is_tree(value: Any) -> bool:
 
 
 def _is_window(value: Any) -> bool:
-    is_pair = isinstance(value, tuple | list) and len(value) == 2
-    return is_pair and all(is_whole_number(size, 0, MOST_TOKENS) for size in value) and value[1] > 0
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        return False
+    first, newest = value
+    return is_whole_number(first, 0, MOST_TOKENS) and is_whole_number(newest, 1, MOST_TOKENS)
 
 
 SETTINGS: Checks = {
@@ -76,13 +78,18 @@ class Options:
     @classmethod
     def of(cls, request: Request) -> Options:
         """The options of a request. Raises ValueError where they cannot be run exactly with it."""
-        keywords = {name: value for name, value in request.engine_keywords.items() if value is not None}
-        if keywords.get("draft_tree"):
+        keywords = {}
+        for name, value in request.engine_keywords.items():
+            if value is not None:
+                keywords[name] = value
+        tree = keywords.get("draft_tree")
+        if tree:
             _check_tree(request)
-        if keywords.get("draft_tree") is True:
+        if tree is True:
             keywords |= {"draft_tree": LARGEST_CHOSEN_TREE, "adaptive": True}
         config = request.drafter.config
-        window = keywords.get("draft_window", getattr(config, "draft_window", None))
+        own_window = getattr(config, "draft_window", None)
+        window = keywords.get("draft_window", own_window)
         check_values({"draft_window": window}, SETTINGS)
         if window and any(config.layer_window(layer) for layer in range(config.num_hidden_layers)):
             raise ValueError(f"draft_window={window}: this drafter has sliding layers, leave it out.")

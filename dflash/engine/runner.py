@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dflash.model.acceptance_dflash import Acceptor, Proposals
-from dflash.model.cache_dflash import PreallocatedCache
+from dflash.model.cache_dflash import PreallocatedCache, chosen
 from dflash.model.decoding_dflash import Decoder, EagerRunner, Step
 from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer, Proposer
 from dflash.model.requests_dflash import Request
@@ -46,7 +46,8 @@ class EngineDecoder(Decoder):
     def new_caches(self, num_sequences: int, length: int) -> tuple[PreallocatedCache, DrafterContext]:
         """Empty caches; the drafter's has the request's window."""
         drafter = self.request.drafter
-        target_cache = TreeCache(self.target.num_layers, length, num_sequences, mixers=self.target.mixers)
+        target = self.target
+        target_cache = TreeCache(target.num_layers, length, num_sequences, mixers=target.mixers)
         num_layers = drafter.config.num_hidden_layers
         window = self.options.draft_window
         if window is None:
@@ -63,15 +64,17 @@ class EngineDecoder(Decoder):
         may_draw = not options.adaptive
         drafts = DraftProposer(request, self.target, self.conversation.context, self.acceptor, may_draw)
         proposer: Proposer = drafts
+        most = drafts.num_proposals
         if options.draft_tree:
             proposer = TreeProposer(drafts, options.draft_tree)
+            most = options.draft_tree
         if options.adaptive:
             is_greedy = self.acceptor.sampler is None
-            setting = (request.block_size, options.draft_tree, options.draft_window, is_greedy)
-            proposer = WidthProposer(proposer, self.pair, options.draft_tree or drafts.num_proposals, setting)
+            setting = (request.block_size, options, is_greedy)
+            proposer = WidthProposer(proposer, self.pair, most, setting)
         num_looked_up = options.prompt_lookup_num_tokens
         if num_looked_up:
-            proposer = LookupProposer(proposer, num_looked_up, options.max_matching_ngram_size, drafts.num_proposals)
+            proposer = LookupProposer(proposer, num_looked_up, options.max_matching_ngram_size)
         runner_class = self._runner_class(drafts)
         return runner_class(request, self.target, self.conversation, self.acceptor, proposer)
 
@@ -114,9 +117,10 @@ class TreeRunner(EagerRunner):
         if not isinstance(step.acceptance, TreeAcceptance):
             super().keep(step, num_kept)
             return
-        columns = step.acceptance.columns[: num_kept[0]]
+        count = num_kept[0]
+        columns = step.acceptance.columns[:count]
         cache: Any = self.conversation.target_cache
         cache.keep_columns(columns)
-        assert step.features is not None  # it is no prompt
-        features = step.acceptance.before_tokens(step.features)
-        self.conversation.context.append(Context(features[:, : num_kept[0]], num_kept))
+        features: Any = step.features  # of a tree, so not of a prompt
+        context = Context(chosen(features, 1, columns), num_kept)
+        self.conversation.context.append(context)

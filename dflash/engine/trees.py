@@ -59,10 +59,12 @@ class DraftTree:
                 tree.parents.append(parent)
             if depth == len(positions):
                 continue
+            column = len(tree.token_ids)
             next_ids, *rows = positions[depth]
             log_probs = rows[index % len(rows)]
             for child, log_prob in enumerate(log_probs):
-                candidate = (cost - log_prob, len(tree.token_ids), depth + 1, child, next_ids[child])
+                path_cost = cost - log_prob
+                candidate = (path_cost, column, depth + 1, child, next_ids[child])
                 heapq.heappush(frontier, candidate)
         return tree
 
@@ -78,11 +80,6 @@ class DraftTree:
     def depths(self) -> list[int]:
         """Distance of each column from the anchor, in tokens."""
         return [len(path) - 1 for path in self.paths]
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether every node follows the one before it."""
-        return max(self.depths) == len(self.token_ids)
 
     @cached_property
     def columns(self) -> dict[tuple[int, int], int]:
@@ -119,12 +116,6 @@ class TreeProposals(Proposals):
 
     tree: DraftTree = field(kw_only=True)
 
-    @classmethod
-    def of(cls, tree: DraftTree, device: torch.device, is_finite: bool = True) -> TreeProposals:
-        """The nodes of `tree`, for a target on `device`. `is_finite`: whether the drafter's logits were."""
-        token_ids = torch.tensor([tree.token_ids], dtype=torch.long)
-        return cls(to_device(token_ids, device), is_finite=torch.tensor([is_finite]), tree=tree)
-
 
 # -- growing
 
@@ -138,12 +129,14 @@ def scores_after_each(
     """
     path = head.choose_path(hidden_states, logits, anchors)
     candidate_ids = path.candidate_ids[0]
-    top_logits = logits[0].to(candidate_ids.device).gather(-1, candidate_ids)
-    anchor = anchors.to(candidate_ids.device)
+    device = candidate_ids.device
+    top_logits = logits[0].to(device)
+    top_logits = top_logits.gather(-1, candidate_ids)
+    anchor = anchors.to(device)
     anchor = anchor.expand(1, head.top_k)
     before = torch.cat([anchor, candidate_ids[:-1]])  # [n, K]
     state = path.states[0].unsqueeze(1)
-    positions = torch.arange(len(before), device=before.device)
+    positions = torch.arange(len(before), device=device)
     features = head.features(hidden_states[0])
     scores = head.scores(
         positions[:, None, None],
@@ -170,15 +163,22 @@ class TreeProposer:
         if depth == 0:
             return Proposals(anchors[:, :0])
         hidden_states = self.drafts.hidden_states(anchors)
-        log_probs, token_ids = self.branches(hidden_states[:, :depth], anchors)
+        hidden_states = hidden_states[:, :depth]
+        log_probs, token_ids = self.branches(hidden_states, anchors)
         # One copy for both; float32 holds ids below 2**24.
-        numbers = torch.cat([token_ids[:, None], log_probs], dim=1)
+        next_ids = token_ids[:, None]
+        numbers = torch.cat([next_ids, log_probs], dim=1)
         positions = to_host(numbers)()
-        # A sum over all tokens is part of each number.
-        has_nan = any(math.isnan(rows[1][0]) for rows in positions)
         num_nodes = min(most, self.num_nodes)
         tree = DraftTree.grown(positions, num_nodes)
-        return TreeProposals.of(tree, anchors.device, is_finite=not has_nan)
+        node_ids = torch.tensor([tree.token_ids], dtype=torch.long)
+        # A sum over all tokens is part of each number.
+        has_nan = any(math.isnan(rows[1][0]) for rows in positions)
+        return TreeProposals(
+            token_ids=to_device(node_ids, anchors.device),
+            is_finite=torch.tensor([not has_nan]),
+            tree=tree,
+        )
 
     def branches(self, hidden_states: torch.Tensor, anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities [n, K or 1, K] and tokens [n, K] of hidden states [1, n, D] after anchors [1, 1], for `grown`.
@@ -196,7 +196,8 @@ class TreeProposer:
         log_probs = scores.log_softmax(-1)
         if causal_head is not None:
             return log_probs, token_ids
-        count = min(self.num_nodes, TREE_BRANCHES, logits.shape[-1])
+        vocab_size = logits.shape[-1]
+        count = min(self.num_nodes, TREE_BRANCHES, vocab_size)
         best = log_probs.topk(count)
         return best.values, best.indices[:, 0]
 
@@ -215,18 +216,20 @@ def verify_tree(
 
     The cache then holds all columns; `TreeCache.keep_columns` keeps a path of them.
     """
+    device = token_ids.device
     start = cache.get_seq_length()
     width = token_ids.shape[1]
     positions = start + torch.tensor([tree.depths])
+    ancestors = tree.ancestors()
     with cache.recording(width, tree), step_attention(target.model):
         return masked_forward(
             target.model,
             target.layout,
             cache,
             token_ids,
-            to_device(positions, token_ids.device),
+            to_device(positions, device),
             start + width,
-            ancestors=to_device(tree.ancestors(), token_ids.device),
+            ancestors=to_device(ancestors, device),
         )
 
 
@@ -255,7 +258,11 @@ def accept_tree(proposals: TreeProposals, choices: torch.Tensor, best: torch.Ten
         num_accepted = TARGET_BROKE
     if not proposals.is_finite:
         num_accepted = DRAFTER_BROKE
-    return TreeAcceptance(torch.tensor([num_accepted]), torch.tensor([token_ids]), columns=columns)
+    return TreeAcceptance(
+        num_accepted=torch.tensor([num_accepted]),
+        token_ids=torch.tensor([token_ids]),
+        columns=columns,
+    )
 
 
 class TreeAcceptor(Acceptor):
@@ -292,7 +299,8 @@ class TreeAcceptor(Acceptor):
             of_column = scores[column]
             if not self.process_column(of_column, sequence, path):
                 return TARGET_BROKE  # no token of the tree
-            choices, _ = self.choose(of_column[None, None], [sequence], [len(path)])
+            depth = len(path)
+            choices, _ = self.choose(of_column[None, None], [sequence], [depth])
             choice = int(choices)
             path.append(choice)
             return choice
@@ -334,7 +342,9 @@ class TreeRunningState(RunningState):
         """The output [1, S, D] of the recorded columns, each after its path."""
         hidden_states = self._arguments["hidden_states"]
         paths = to_device(tree.padded_paths, hidden_states.device)
-        outputs = self.replay(hidden_states[0, paths], torch.zeros_like(paths[:, 0]))
+        inputs = hidden_states[0, paths]
+        first = torch.zeros_like(paths[:, 0])
+        outputs = self.replay(inputs, first)
         self.restore()  # the states of paths take memory in every layer
         depths = (paths > 0).sum(1)
         columns = torch.arange(len(paths), device=paths.device)
@@ -356,7 +366,7 @@ class TreeCache(PreallocatedCache):
     def recording(self, num_columns: int, tree: DraftTree | None = None) -> Iterator[None]:
         """As `PreallocatedCache.recording`, of a chain, or of `tree`."""
         for running in self._running.values():
-            running.tree = None if tree is None or tree.is_chain else tree
+            running.tree = tree
         with super().recording(num_columns):
             yield
 
@@ -372,4 +382,5 @@ class TreeCache(PreallocatedCache):
             for states in (layer.keys, layer.values):
                 index = to_device(index, states.device)
                 states[:, :, kept] = states.index_select(2, index)
-        self._drop([width - len(columns)], lambda running: running.rewind_to(columns))
+        num_dropped = width - len(columns)
+        self._drop([num_dropped], lambda running: running.rewind_to(columns))

@@ -61,7 +61,10 @@ class StepCosts(dict[int, float]):
         if width in self:
             return self[width]
         fixed = FIXED_SHARE * widest
-        guesses = [seconds * (width + fixed) / (known + fixed) for known, seconds in self.items()]
+        guesses = []
+        for known, seconds in self.items():
+            share = (width + fixed) / (known + fixed)
+            guesses.append(share * seconds)
         return min(guesses, default=1.0)
 
 
@@ -76,25 +79,32 @@ class Experience:
     """
 
     def __init__(self, num_proposals: int) -> None:
-        self.widths = sorted({max(num_proposals // parts, 1) for parts in (4, 2, 1)})
-        self.tokens = {width: 1 + width / 2 for width in (0, *self.widths)}
+        widths = {num_proposals // parts for parts in (4, 2, 1)}
+        self.widths = sorted(widths - {0})
+        self.tokens = {0: 1.0}
+        for width in self.widths:
+            self.tokens[width] = 1 + width / 2
         self.pause = 0
         self.num_left = 0
         self._num_drafts = 2  # what is assumed counts like two
-        self._costs: dict[tuple[int, int], StepCosts] = defaultdict(StepCosts)
+        self._costs = defaultdict[Any, StepCosts](StepCosts)
 
     def costs_of(self, sequences: list[TextSequence]) -> StepCosts:
         """The costs of steps with about as many sequences, whose longest text is about as long."""
+        count = len(sequences)
         length = max(sequence.length for sequence in sequences)
         size = length // SHORT
-        return self._costs[len(sequences).bit_length(), size.bit_length()]
+        key = (count.bit_length(), size.bit_length())
+        return self._costs[key]
 
     def choose(self, costs: StepCosts) -> int:
         """The number of proposals of the next step."""
         if self.num_left > 0:
             self.num_left -= 1
             return 0
-        return self.widths[0] if self.pause else self.best(costs)
+        if self.pause:
+            return self.widths[0]
+        return self.best(costs)
 
     def best(self, costs: StepCosts) -> int:
         """The widest of the widths that are about as fast as the fastest."""
@@ -104,7 +114,9 @@ class Experience:
 
     def speed(self, width: int, costs: StepCosts) -> float:
         """Expected tokens per second of steps with `width` proposals."""
-        return self.tokens[width] / costs.of(width, self.widths[-1])
+        widest = self.widths[-1]
+        seconds = costs.of(width, widest)
+        return self.tokens[width] / seconds
 
     def add_draft(self, num_proposals: int, accepted: list[Sequence[int]], costs: StepCosts) -> None:
         """Records which columns of `num_proposals` were accepted for each sequence, and pauses drafts if they do not pay.
@@ -118,12 +130,13 @@ class Experience:
             for columns in accepted:
                 is_complete = len(columns) == num_proposals
                 counts.append(width if is_complete else bisect(columns, width))
-            change = 1 + mean(counts) - self.tokens[width]
+            tokens = 1 + mean(counts)
+            change = tokens - self.tokens[width]
             self.tokens[width] += weight * change
-        if self.speed(self.best(costs), costs) > self.speed(0, costs):
-            self.pause = 0
-        else:
-            self.pause = min(max(2 * self.pause, SHORTEST_PAUSE), LONGEST_PAUSE)
+        best = self.best(costs)
+        has_paid = self.speed(best, costs) > self.speed(0, costs)
+        longer = max(2 * self.pause, SHORTEST_PAUSE)
+        self.pause = 0 if has_paid else min(longer, LONGEST_PAUSE)
         self.num_left = self.pause
 
 
@@ -152,8 +165,8 @@ class WidthProposer:
         """At most `most` tokens after the anchors [B, 1]: as many as the steps before this one recommend."""
         self._costs = self._known.costs_of(sequences)
         self._elapsed = stopwatch()
-        width = min(most, self._known.choose(self._costs))
-        return self.drafts.propose(sequences, anchors, width)
+        width = self._known.choose(self._costs)
+        return self.drafts.propose(sequences, anchors, min(width, most))
 
     def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
         """Adds the time and the accepted proposals of a step. One with lookups says nothing about drafts."""
@@ -172,4 +185,5 @@ def accepted_columns(proposals: Proposals, block: Any) -> Sequence[int]:
     if not isinstance(proposals, TreeProposals):
         return range(1, 1 + block.num_accepted)
     token_ids = iter(block.token_ids)
-    return proposals.tree.walk(lambda column: next(token_ids, -1))[1:]
+    columns = proposals.tree.walk(lambda column: next(token_ids, -1))
+    return columns[1:]

@@ -44,22 +44,19 @@ class WindowedCache(PreallocatedCache):
         Nothing is dropped until they are an eighth of the window, so that few moves are needed.
         """
         first, newest = self.window
-        for place, length in enumerate(self.lengths):
-            excess = length - first - newest
-            if 8 * excess > newest:
-                self._drop_after(first, excess, place)
-
-    def _drop_after(self, first: int, count: int, place: int) -> None:
-        """Drops `count` keys after the `first` ones of a sequence."""
         lengths = self.lengths
-        kept = slice(first + count, lengths[place])
-        lengths[place] -= count
-        moved = slice(first, lengths[place])
-        for layer in self.attention_layers():
-            for storage in (layer.keys, layer.values):
-                states = storage[place]
-                states[:, moved] = states[:, kept].clone()
-        self.dropped[place] += count
+        for place, length in enumerate(lengths):
+            excess = length - first - newest
+            if 8 * excess <= newest:
+                continue
+            kept = slice(length - newest, length)
+            moved = slice(first, first + newest)
+            for layer in self.attention_layers():
+                for storage in (layer.keys, layer.values):
+                    states = storage[place]
+                    states[:, moved] = states[:, kept].clone()
+            lengths[place] -= excess
+            self.dropped[place] += excess
         self._set_lengths(lengths)
 
     def truncate(self, length: int) -> int:

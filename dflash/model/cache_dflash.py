@@ -188,6 +188,8 @@ class RunningState:
     def rewind(self, num_kept: Sequence[int]) -> None:
         """Sets the state to that after each sequence's first `num_kept` columns of the recorded step."""
         inputs = self._arguments["hidden_states"]  # [B, S, D]
+        if min(num_kept) == inputs.shape[1]:
+            return
         result = self._mapped(torch.clone)
         if not any(self._had_state.values()):  # a prompt begins
             self._before = self._mapped(torch.zeros_like)
@@ -357,8 +359,7 @@ class PreallocatedCache(Cache):
         self._set_lengths([length - count for length, count in zip(lengths, counts, strict=True)])
         self._num_recorded = None  # until all states are taken back
         for running in self._running.values():
-            if any(counts):
-                rewind(running)
+            rewind(running)
             running.forget()
         self._num_recorded = 0
 

@@ -159,8 +159,6 @@ def test_a_causal_heads_tree_is_the_likeliest_paths_after_the_anchor(head_name: 
 def test_depths_columns_paths_and_ancestors() -> None:
     tree = DraftTree([7, 8, 9, 7, 5], [0, 1, 0, 2, 4])
     assert tree.depths == [0, 1, 2, 1, 3, 4]
-    assert not tree.is_chain
-    assert DraftTree([7, 8], [0, 1]).is_chain
     assert tree.columns == {(0, 7): 1, (1, 8): 2, (0, 9): 3, (2, 7): 4, (4, 5): 5}
     assert tree.paths == [[0], [0, 1], [0, 1, 2], [0, 3], [0, 1, 2, 4], [0, 1, 2, 4, 5]]
     assert tree.walk({0: 7, 1: 8, 2: 6}.__getitem__) == [0, 1, 2]
@@ -227,6 +225,11 @@ TREE = DraftTree([7, 8, 9, 7, 5, 4], [0, 1, 0, 2, 4, 3])
 CHAIN = DraftTree([7, 8, 9], [0, 1, 2])
 
 
+def proposed(is_finite: bool = True) -> TreeProposals:
+    """The nodes of `TREE`."""
+    return TreeProposals(torch.tensor([TREE.token_ids]), is_finite=torch.tensor([is_finite]), tree=TREE)
+
+
 @pytest.mark.parametrize("columns", [[0], [0, 1, 2, 4, 5], [0, 1, 2], [0, 3, 6], [0, 3]])
 @pytest.mark.parametrize("name", ["gemma3", *(name for name in LINEAR if FAMILIES[name].is_served)])
 def test_a_tree_gives_the_logits_of_its_paths(name: str, columns: list[int]) -> None:
@@ -265,7 +268,7 @@ def choices_for(token_ids: list[int]) -> torch.Tensor:
 
 def test_the_choices_are_followed_down_the_tree() -> None:
     """Promise: the accepted path is the target's own, its columns are named, and the token after it is the target's."""
-    tree = TreeProposals.of(TREE, torch.device("cpu"))
+    tree = proposed()
     for choices, columns in [
         ([1, 7, 7, 7, 7, 7, 7], [0]),
         ([7, 8, 7, 1, 5, 2, 1], [0, 1, 2, 4, 5]),
@@ -283,11 +286,11 @@ def test_broken_logits_on_the_path_are_reported() -> None:
     """Promise: of the target on the accepted path alone, and of the drafter."""
     choices, best = torch.tensor([[9, 8, 7, 4, 5, 2, 1]]), torch.zeros(1, 7)
     best[0, 1] = torch.nan
-    proposals = TreeProposals.of(TREE, torch.device("cpu"))
+    proposals = proposed()
     assert accept_tree(proposals, choices, best).num_accepted.tolist() == [2]
     best[0, 6] = torch.inf
     assert accept_tree(proposals, choices, best).num_accepted.tolist() == [TARGET_BROKE]
-    broken = TreeProposals.of(TREE, torch.device("cpu"), is_finite=False)
+    broken = proposed(is_finite=False)
     assert accept_tree(broken, choices, torch.zeros(1, 7)).num_accepted.tolist() == [DRAFTER_BROKE]
 
 
@@ -313,7 +316,7 @@ def test_processors_follow_the_path_that_the_target_takes() -> None:
     request = request_of(keeping={"scores"})
     acceptor = TreeAcceptor(request, [LogitsProcessorList([noted])], lambda text_ids: False)
     logits = choices_for([9, 8, 7, 4, 5, 2, 1])
-    tree = TreeProposals.of(TREE, torch.device("cpu"))
+    tree = proposed()
     acceptance = acceptor.accept(logits, [TextSequence(0, torch.tensor([1, 2]))], tree)
     assert isinstance(acceptance, TreeAcceptance)
     assert acceptance.columns == [0, 3, 6]
@@ -330,7 +333,7 @@ def test_a_sampled_choice_has_the_uniform_of_its_depth() -> None:
     """Promise: columns of equal depth draw with the number of one position, so a tree writes the text of a chain."""
     torch.manual_seed(4)
     of_depth = torch.randn(5, 12)
-    trees = TreeProposals.of(TREE, torch.device("cpu"))
+    trees = proposed()
     acceptor = TreeAcceptor(request_of(do_sample=True), [LogitsProcessorList()], lambda text_ids: False)
     sequence = TextSequence(0, torch.tensor([1, 2]), [4])
     choices = acceptor.choose(of_depth[TREE.depths][None], [sequence], TREE.depths)[0][0].tolist()
