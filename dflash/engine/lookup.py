@@ -96,8 +96,9 @@ def with_lookups(proposals: Proposals, matches: Mapping[int, list[int]]) -> Prop
     rows = list(proposals.token_ids)
     for place, match in matches.items():
         row = rows[place]
-        looked_up_ids = to_device(torch.tensor(match), row.device)
         tail = row[len(match) :]
+        looked_up_ids = torch.tensor(match)
+        looked_up_ids = to_device(looked_up_ids, row.device)
         rows[place] = torch.cat([looked_up_ids, tail])
     token_ids = pad_sequence(rows, batch_first=True)
     return replace(proposals, token_ids=token_ids, looked_up=tuple(matches))
@@ -122,23 +123,20 @@ class LookupProposer:
 
     def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
         """At most `most` tokens after the anchors [B, 1] of the sequences."""
-        matches = self._matches(sequences) if most else {}
+        matches = self.matches(sequences) if most else {}
         proposals = Proposals(anchors[:, :0])
         if len(matches) < len(sequences):
             proposals = self.drafts.propose(sequences, anchors, most)
-        num_drafted = proposals.token_ids.shape[1]
+        is_drawn = proposals.probabilities is not None
         is_rare = 2 * len(matches) < len(sequences)
+        num_drafted = proposals.token_ids.shape[1]
         width = num_drafted if is_rare else most
-        if not width or not matches or proposals.probabilities is not None:
+        if is_drawn or not width or not matches:
             return proposals
         proposals = with_lookups(proposals, matches)
         return proposals.first(width)
 
-    def has_match(self, sequences: list[TextSequence]) -> bool:
-        """Whether what a sequence ends with occurred before, so that `propose` looks it up."""
-        return bool(self._matches(sequences))
-
-    def _matches(self, sequences: list[TextSequence]) -> dict[int, list[int]]:
+    def matches(self, sequences: list[TextSequence]) -> dict[int, list[int]]:
         """What followed earlier occurrences of the sequences' ends, by place in the batch."""
         matches = {}
         for place, sequence in enumerate(sequences):

@@ -46,7 +46,9 @@ def adopt(cache: PreallocatedCache, keys: Sequence[torch.Tensor], values: Sequen
     layers = cache.attention_layers()
     for layer, layer_keys, layer_values in zip(layers, keys, values, strict=True):
         num_sequences = min(len(layer_keys), len(layer.keys))
-        used = (slice(num_sequences), slice(None), slice(layer.length))
+        sequences = slice(num_sequences)
+        positions = slice(layer.length)
+        used = (sequences, slice(None), positions)
         layer_keys[used] = layer.keys[used]
         layer_values[used] = layer.values[used]
         layer.keys = layer_keys
@@ -120,9 +122,11 @@ class RecordedRunner(WholeRunner):
 
     def compute(self, state: State) -> WholeStep:
         """As `WholeRunner.compute`."""
-        caches = (self.conversation.target_cache, self.conversation.context.cache)
-        longest = max(self.conversation.target_cache.lengths)
-        length = longest + 2 * (self.kind.num_proposals + 1) + self.kind.block_size
+        target_cache = self.conversation.target_cache
+        caches = (target_cache, self.conversation.context.cache)
+        longest = max(target_cache.lengths)
+        width = self.kind.num_proposals + 1
+        length = longest + 2 * width + self.kind.block_size
         recording = self._recording
         # An eager step between may have been too wide for it, and have moved a cache to other storage.
         if recording is None or length > recording.capacity or not recording.holds(*caches):
@@ -145,7 +149,9 @@ class RecordedRunner(WholeRunner):
             return recording.run(state)
         while len(self._shelf) >= MOST_RECORDINGS:
             self._shelf.popitem(last=False)
-        inputs = self.inputs(state, Storage.of(target_cache, capacity), Storage.of(draft_cache, capacity))
+        target_storage = Storage.of(target_cache, capacity)
+        draft_storage = Storage.of(draft_cache, capacity)
+        inputs = self.inputs(state, target_storage, draft_storage)
         recording = Recording(inputs)
         self._recording = recording
         return checked(partial(recording.run, state), inputs)

@@ -52,8 +52,8 @@ class PairState:
     def _forget(self) -> None:
         self.reasons: dict[str, str] = {}
         self.functions: dict[Any, WholeFunction] = {}
-        self.recordings: OrderedDict[Any, Any] = OrderedDict()
-        self.eager_seconds: defaultdict[Any, float] = defaultdict(float)
+        self.recordings = OrderedDict[Any, Any]()
+        self.eager_seconds = defaultdict[Any, float](float)
         self._fingerprint: Any = None
 
     def refresh(self) -> None:

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dflash.model.acceptance_dflash import Acceptance, Proposals
 from dflash.model.attention_dflash import attention_of, step_attention
-from dflash.model.cache_dflash import to_device
 from dflash.model.decoding_dflash import EagerRunner, Step
 from dflash.model.drafting_dflash import num_proposals
 from dflash.model.sequences_dflash import TextSequence
@@ -72,7 +71,8 @@ class WholeRunner(EagerRunner):
         if is_hooked or is_in_torch_dispatch_mode():
             return False
         lookup = self.proposer
-        return not (isinstance(lookup, LookupProposer) and lookup.has_match(sequences))
+        has_lookup = isinstance(lookup, LookupProposer) and lookup.matches(sequences)
+        return not has_lookup
 
     # What is compiled and recorded outlives a text, and serves the next one in inference mode and outside.
     @torch.inference_mode(False)
@@ -88,7 +88,8 @@ class WholeRunner(EagerRunner):
         context.cache.advance(context.waiting.num_real)
         context.mark_read()
         width = output.features.shape[1]
-        self.conversation.target_cache.advance([width] * len(sequences))
+        counts = [width] * len(sequences)
+        self.conversation.target_cache.advance(counts)
         acceptance = Acceptance(output.num_accepted, output.token_ids)
         return Step(Proposals(output.proposed_ids), acceptance, output.features)
 
@@ -108,10 +109,10 @@ class WholeRunner(EagerRunner):
             uniforms = self.acceptor.uniforms(sequences, range(num_columns), device)
         return State(
             anchors=anchors.clone(),  # with the strides of a fresh tensor, also of a slice
-            starts=to_device(torch.tensor(self.conversation.target_cache.lengths), device),
+            starts=self.conversation.target_cache.lengths_on(device),
             features=features.contiguous(),
             counts=waiting.counts,
-            num_read=to_device(torch.tensor(context.cache.lengths), device),
+            num_read=context.cache.lengths_on(device),
             uniforms=uniforms,
             settings=getattr(sampler, "settings", None),
         )

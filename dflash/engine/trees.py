@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import heapq
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dflash.model.acceptance_dflash import DRAFTER_BROKE, TARGET_BROKE, Acceptance, Acceptor, Proposals
 from dflash.model.attention_dflash import step_attention
-from dflash.model.cache_dflash import PreallocatedCache, RunningState, chosen, to_device, to_host
+from dflash.model.cache_dflash import PreallocatedCache, RunningState, chosen, in_this_thread, to_device, to_host
 from dflash.model.drafting_dflash import DraftProposer
 from dflash.model.heads_dflash import CausalHead
 from dflash.model.sequences_dflash import TextSequence
@@ -111,10 +110,46 @@ class DraftTree:
 
 
 @dataclass(frozen=True)
+class TreeAcceptance(Acceptance):
+    """The path of a tree that is accepted."""
+
+    columns: list[int] = field(kw_only=True)  # the anchor's and those of the accepted nodes; token i follows column i
+
+    def before_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """As `Acceptance.before_tokens`."""
+        return chosen(states, 1, self.columns)
+
+
+@dataclass(frozen=True)
 class TreeProposals(Proposals):
     """Proposals for a single sequence as nodes of a tree: token_ids [1, n] are those of its nodes."""
 
     tree: DraftTree = field(kw_only=True)
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """As `Proposals.depths`."""
+        return self.tree.depths
+
+    def match(self, choices: torch.Tensor, best: torch.Tensor) -> TreeAcceptance:
+        """Follows a single sequence's choices [1, S], each after the path to its column, down the tree.
+
+        `best` [1, S] holds a number of each column that is not finite where its logits are not. Waits for the device.
+        """
+        choices = torch.where(best.isfinite(), choices, TARGET_BROKE)
+        choice_of = to_host(choices[0])()
+        columns = self.tree.walk(choice_of.__getitem__)
+        token_ids = [choice_of[column] for column in columns]
+        num_accepted = len(columns) - 1
+        if token_ids[-1] == TARGET_BROKE:
+            num_accepted = TARGET_BROKE
+        if not self.is_finite:
+            num_accepted = DRAFTER_BROKE
+        return TreeAcceptance(
+            num_accepted=torch.tensor([num_accepted]),
+            token_ids=torch.tensor([token_ids]),
+            columns=columns,
+        )
 
 
 # -- growing
@@ -233,38 +268,6 @@ def verify_tree(
         )
 
 
-@dataclass(frozen=True)
-class TreeAcceptance(Acceptance):
-    """The path of a tree that is accepted."""
-
-    columns: list[int] = field(kw_only=True)  # the anchor's and those of the accepted nodes; token i follows column i
-
-    def before_tokens(self, states: torch.Tensor) -> torch.Tensor:
-        """As `Acceptance.before_tokens`."""
-        return chosen(states, 1, self.columns)
-
-
-def accept_tree(proposals: TreeProposals, choices: torch.Tensor, best: torch.Tensor) -> TreeAcceptance:
-    """Follows a single sequence's choices [1, S], each after the path to its column, down the tree.
-
-    `best` [1, S] holds a number of each column that is not finite where its logits are not. Waits for the device.
-    """
-    choices = torch.where(best.isfinite(), choices, TARGET_BROKE)
-    choice_of = to_host(choices[0])()
-    columns = proposals.tree.walk(choice_of.__getitem__)
-    token_ids = [choice_of[column] for column in columns]
-    num_accepted = len(columns) - 1
-    if token_ids[-1] == TARGET_BROKE:
-        num_accepted = TARGET_BROKE
-    if not proposals.is_finite:
-        num_accepted = DRAFTER_BROKE
-    return TreeAcceptance(
-        num_accepted=torch.tensor([num_accepted]),
-        token_ids=torch.tensor([token_ids]),
-        columns=columns,
-    )
-
-
 class TreeAcceptor(Acceptor):
     """Accepts trees, too: by the target's choices."""
 
@@ -274,19 +277,6 @@ class TreeAcceptor(Acceptor):
         if self.uniforms_of is None:
             return not self.processors and not self.keeps_scores
         return self.verification in ("auto", "match") and self.sampler is not None
-
-    def accept(self, logits: torch.Tensor, sequences: list[TextSequence], proposals: Proposals) -> Acceptance:
-        """As `Acceptor.accept`; of a tree, those of a column are processed after the text and the path to it."""
-        if not isinstance(proposals, TreeProposals):
-            return super().accept(logits, sequences, proposals)
-        logits = logits.to(proposals.token_ids.device)
-        scores = self.process(logits, sequences, proposals)
-        choices, best = self.choose(scores, sequences, proposals.tree.depths)
-        acceptance = accept_tree(proposals, choices, best)
-        if self.keeps_scores:
-            scores = acceptance.before_tokens(scores)
-            acceptance = replace(acceptance, scores=scores)
-        return acceptance
 
     def process_sequence(self, scores: torch.Tensor, sequence: TextSequence, place: int, proposals: Proposals) -> None:
         """As `Acceptor.process_sequence`; of a tree, the columns of the path that the target's choices take."""
@@ -331,11 +321,7 @@ class TreeRunningState(RunningState):
         tree = self.tree
         if tree is None:
             return handles
-        thread = threading.get_ident()
-
-        def join(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-            return self._output_of(tree) if threading.get_ident() == thread else output
-
+        join = in_this_thread(lambda *_: self._output_of(tree))
         return [*handles, self.mixer.register_forward_hook(join)]
 
     def _output_of(self, tree: DraftTree) -> torch.Tensor:
@@ -348,7 +334,8 @@ class TreeRunningState(RunningState):
         self.restore()  # the states of paths take memory in every layer
         depths = (paths > 0).sum(1)
         columns = torch.arange(len(paths), device=paths.device)
-        return outputs[columns, depths][None]
+        of_columns = outputs[columns, depths]
+        return of_columns[None]
 
     def rewind_to(self, columns: Sequence[int]) -> None:
         """Sets the state of a single sequence to that after `columns` of the recorded step."""
@@ -373,7 +360,8 @@ class TreeCache(PreallocatedCache):
     def keep_columns(self, columns: Sequence[int]) -> None:
         """Keeps the given `columns` (rising) of the recorded forward of a single sequence, moved together."""
         width = self._num_recorded or 0
-        start = self.get_seq_length() - width
+        length = self.get_seq_length()
+        start = length - width
         kept = slice(start, start + len(columns))
         index = start + torch.tensor(columns, dtype=torch.long)
         for layer in self.attention_layers():

@@ -40,7 +40,7 @@ FORGETTING = 0.998
 ABOUT_AS_FAST = 0.85
 # Tokens of a text up to which steps are taken to cost equally much; then each doubling has costs of its own.
 SHORT = 1024
-# Columns that take as long as the part of a step that is the same for all widths, as a share of the widest.
+# A guess: columns that take as long as the part of a step that is the same for all widths, as a share of the widest.
 FIXED_SHARE = 0.25
 
 
@@ -81,9 +81,7 @@ class Experience:
     def __init__(self, num_proposals: int) -> None:
         widths = {num_proposals // parts for parts in (4, 2, 1)}
         self.widths = sorted(widths - {0})
-        self.tokens = {0: 1.0}
-        for width in self.widths:
-            self.tokens[width] = 1 + width / 2
+        self.tokens = {width: 1 + width / 2 for width in (0, *self.widths)}
         self.pause = 0
         self.num_left = 0
         self._num_drafts = 2  # what is assumed counts like two
@@ -94,8 +92,7 @@ class Experience:
         count = len(sequences)
         length = max(sequence.length for sequence in sequences)
         size = length // SHORT
-        key = (count.bit_length(), size.bit_length())
-        return self._costs[key]
+        return self._costs[count.bit_length(), size.bit_length()]
 
     def choose(self, costs: StepCosts) -> int:
         """The number of proposals of the next step."""
@@ -114,8 +111,7 @@ class Experience:
 
     def speed(self, width: int, costs: StepCosts) -> float:
         """Expected tokens per second of steps with `width` proposals."""
-        widest = self.widths[-1]
-        seconds = costs.of(width, widest)
+        seconds = costs.of(width, self.widths[-1])
         return self.tokens[width] / seconds
 
     def add_draft(self, num_proposals: int, accepted: list[Sequence[int]], costs: StepCosts) -> None:
@@ -129,7 +125,8 @@ class Experience:
             counts = []
             for columns in accepted:
                 is_complete = len(columns) == num_proposals
-                counts.append(width if is_complete else bisect(columns, width))
+                count = width if is_complete else bisect(columns, width)
+                counts.append(count)
             tokens = 1 + mean(counts)
             change = tokens - self.tokens[width]
             self.tokens[width] += weight * change

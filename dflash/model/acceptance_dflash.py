@@ -68,6 +68,15 @@ class Proposals:
         }
         return replace(self, **parts)
 
+    @property
+    def depths(self) -> Sequence[int]:
+        """How many tokens after the anchor each column of their step is."""
+        return range(self.token_ids.shape[1] + 1)
+
+    def match(self, choices: torch.Tensor, best: torch.Tensor) -> Acceptance:
+        """Accepts them by the target's choices, as `accept_match`."""
+        return accept_match(self, choices, best)
+
 
 @dataclass(frozen=True)
 class Acceptance:
@@ -263,23 +272,16 @@ class Acceptor:
         logits = logits.to(proposals.token_ids.device)
         scores = self.process(logits, sequences, proposals)
         rule = self.rule(proposals)
-        width = scores.shape[1]
         if rule == "match":
-            choices, best = self.choose(
-                scores,
-                sequences,
-                range(width),
-            )
-            acceptance = accept_match(proposals, choices, best)
+            choices, best = self.choose(scores, sequences, proposals.depths)
+            acceptance = proposals.match(choices, best)
         else:
             accept = accept_rejection if rule == "rejection" else accept_block
-            uniforms = self.uniforms_of.fresh(
-                sequences,
-                width,
-                scores.device,
-            )
+            width = scores.shape[1]
+            uniforms = self.uniforms_of.fresh(sequences, width, scores.device)
             acceptance = accept(proposals, scores, uniforms)
         if self.keeps_scores:
+            scores = acceptance.before_tokens(scores)
             acceptance = replace(acceptance, scores=scores)
         return acceptance
 

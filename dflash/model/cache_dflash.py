@@ -166,15 +166,9 @@ class RunningState:
         self._arguments = {}
 
     def hooks(self) -> list[Any]:
-        """Adds hooks that record this thread's next call of the mixer; returns their handles.
-
-        Other threads may run the model at the same time.
-        """
-        thread = threading.get_ident()
+        """Adds hooks that record this thread's next call of the mixer; returns their handles."""
 
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if threading.get_ident() != thread:
-                return
             # Copied, because mixers write parts of the state in place.
             self._before = self._mapped(torch.clone)
             self._had_state = dict(self.layer.has_previous_state)
@@ -182,7 +176,8 @@ class RunningState:
             if args:
                 self._arguments["hidden_states"] = args[0]
 
-        return [self.mixer.register_forward_pre_hook(record, with_kwargs=True)]
+        hook = in_this_thread(record)
+        return [self.mixer.register_forward_pre_hook(hook, with_kwargs=True)]
 
     @torch.no_grad()
     def rewind(self, num_kept: Sequence[int]) -> None:
@@ -279,6 +274,10 @@ class PreallocatedCache(Cache):
     def lengths(self) -> list[int]:
         """Valid positions of each sequence."""
         return list(self._lengths) if self.is_ragged else [self.get_seq_length()]
+
+    def lengths_on(self, device: torch.device) -> torch.Tensor:
+        """`lengths` as a tensor on a device, [B]."""
+        return to_device(torch.tensor(self.lengths), device)
 
     def positions(self, slots: torch.Tensor) -> torch.Tensor:
         """The positions of columns in `slots` [B, S]: the same, because all positions are stored."""
@@ -406,6 +405,16 @@ class PreallocatedCache(Cache):
         for layer in layers:
             layer.reserve(capacity)
         return [layer.keys for layer in layers], [layer.values for layer in layers]
+
+
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook of a module that is called in this thread alone. Other threads may run the model at the same time."""
+    thread = threading.get_ident()
+
+    def run(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == thread else None
+
+    return run
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from .acceptance_dflash import Acceptor, Proposals
@@ -51,12 +52,6 @@ class Context:
         """`num_real` on the device, [B]."""
         return to_device(torch.tensor(self.num_real), self.features.device)
 
-    @property
-    def is_real(self) -> torch.Tensor:
-        """Which columns are valid, [B, C]."""
-        columns = torch.arange(self.num_columns, device=self.features.device)
-        return columns < self.counts[:, None]
-
     def part(self, begin: int, end: int) -> Context:
         """Columns `begin` to `end` of each sequence, as far as it has them."""
         num_real = []
@@ -76,17 +71,12 @@ class Context:
         """Contexts of consecutive parts of the text. Each sequence's valid columns are moved to the front."""
         if len(parts) == 1:
             return parts[0]
-        num_real = []
-        for counts in zip(*[part.num_real for part in parts], strict=True):
-            num_real.append(sum(counts))
-        features = torch.cat([part.features for part in parts], dim=1)
-        if min(num_real) < features.shape[1]:
-            is_real = torch.cat([part.is_real for part in parts], dim=1)
-            is_padding = (~is_real).long()
-            order = is_padding.argsort(dim=1, stable=True)
-            order = order[:, : max(num_real)]
-            features = features.take_along_dim(order[..., None], dim=1)
-        return cls(features, num_real)
+        rows = []
+        for place in range(len(parts[0].num_real)):
+            pieces = [part.features[place, : part.num_real[place]] for part in parts]
+            rows.append(torch.cat(pieces))
+        features = pad_sequence(rows, batch_first=True)
+        return cls(features, [len(row) for row in rows])
 
 
 class DrafterContext:
@@ -145,7 +135,7 @@ class DrafterContext:
         cache = self.cache
         device = context.features.device
         columns = torch.arange(context.num_columns, device=device)
-        starts = to_device(torch.tensor(cache.lengths), device)
+        starts = cache.lengths_on(device)
         slots = starts[:, None] + columns  # columns that are not valid are overwritten by the next ones
         with cache.appending(slots, context.num_real):
             self.drafter.absorb(context.features, cache.positions(slots), cache)
@@ -243,7 +233,7 @@ class DraftProposer:
         device = context.features.device
         num_keys = max(cache.lengths) + context.num_columns + block_size
         if cache.is_ragged:
-            lengths = to_device(torch.tensor(cache.lengths), device)
+            lengths = cache.lengths_on(device)
             slots = block_slots(lengths, context.counts, context.num_columns, block_size)
             masks = self.drafter.step_masks(lengths + context.counts, block_size, num_keys)
         else:

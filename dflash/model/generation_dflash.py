@@ -148,7 +148,7 @@ def generate_blocks(
             - **cuda_graph** (`bool`, defaults to `False`): Records the eager step as a CUDA graph, in about a second. What cannot
               be recorded runs eagerly, with a warning.
             - **prompt_lookup_num_tokens** (`int`, defaults to 31): Proposals of a step, at most 63, where the text repeats
-              itself. After the last tokens, or those and the first that the drafter proposes, what followed them earlier is
+              itself. What followed the last tokens earlier is
               proposed. **max_matching_ngram_size** (`int`, defaults to 5) of them have to match. 0 looks nothing up.
 
     Each sequence's first block holds one token, which the prompt's forward gives. Raises ValueError as [`spec_generate`].

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
 from .attention_dflash import additive_mask, attention_of, step_attention, target_sees
-from .cache_dflash import CACHE_NAME, CACHE_NAMES, LinearAttentionLayer, PreallocatedCache, to_device
+from .cache_dflash import CACHE_NAME, CACHE_NAMES, LinearAttentionLayer, PreallocatedCache, in_this_thread, to_device
 
 
 # Layer types of transformers whose keys and values can be rolled back by a length.
@@ -185,14 +184,13 @@ def tapped(layers: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
 
     Hooks exist during this forward alone and record this thread, so several threads can generate on one target.
     """
-    thread = threading.get_ident()
     states: list[torch.Tensor] = []
 
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == thread:
-            states.append(output[0] if isinstance(output, tuple) else output)
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        states.append(output[0] if isinstance(output, tuple) else output)
 
-    hook.is_tap = True  # type: ignore[attr-defined]  # gone after this forward, so the model counts as unchanged
+    hook: Any = in_this_thread(record)
+    hook.is_tap = True  # gone after this forward, so the model counts as unchanged
     handles = [layer.register_forward_hook(hook) for layer in layers]
     try:
         yield states
@@ -312,7 +310,7 @@ class Target:
     def _verify_batch(self, token_ids: torch.Tensor, cache: PreallocatedCache) -> tuple[torch.Tensor, torch.Tensor]:
         num_sequences, width = token_ids.shape
         device = token_ids.device
-        starts = to_device(torch.tensor(cache.lengths), device)
+        starts = cache.lengths_on(device)
         columns = torch.arange(width, device=device)
         positions = starts[:, None] + columns
         num_keys = max(cache.lengths) + width

@@ -157,15 +157,15 @@ def test_only_what_was_verified_of_a_lookup_is_recorded() -> None:
     """Promise: a match adapts by the proposals of its own step, and other steps leave it as it is."""
     sequence, drafts = TextSequence(4, torch.tensor(REPEATS)), CountingDrafts([7, 8, 9])
     proposer, anchors = LookupProposer(drafts, 5, 2), torch.tensor([[2]])
-    assert proposer.has_match([sequence])
+    assert proposer.matches([sequence])
     for _ in range(4):
         proposer.record(Proposals(anchors), [SimpleNamespace(sequence=4, num_accepted=0)])  # of a step without lookup
         nothing = proposer.propose([sequence], anchors, 0)
         proposer.record(nothing, [SimpleNamespace(sequence=4, num_accepted=0)])
-    assert proposer.has_match([sequence])
+    assert proposer.matches([sequence])
     proposals = proposer.propose([sequence], anchors, 9)
     proposer.record(proposals, [SimpleNamespace(sequence=4, num_accepted=0)])
-    assert not proposer.has_match([sequence]), "4 tokens have to match now"
+    assert not proposer.matches([sequence]), "4 tokens have to match now"
     assert drafts.recorded[-1] is proposals
 
 

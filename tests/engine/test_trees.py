@@ -34,7 +34,6 @@ from dflash.engine.trees import (
     TreeCache,
     TreeProposals,
     TreeProposer,
-    accept_tree,
     verify_tree,
 )
 from dflash.model.acceptance_dflash import DRAFTER_BROKE, TARGET_BROKE, Proposals
@@ -275,7 +274,7 @@ def test_the_choices_are_followed_down_the_tree() -> None:
         ([9, 8, 7, 4, 5, 2, 1], [0, 3, 6]),
         ([7, 9, 7, 4, 5, 2, 1], [0, 1]),
     ]:
-        acceptance = accept_tree(tree, torch.tensor([choices]), torch.zeros(1, 7))
+        acceptance = tree.match(torch.tensor([choices]), torch.zeros(1, 7))
         assert acceptance.columns == columns
         assert acceptance.num_accepted.tolist() == [len(columns) - 1]
         assert acceptance.token_ids.tolist() == [[choices[column] for column in columns]]
@@ -287,11 +286,11 @@ def test_broken_logits_on_the_path_are_reported() -> None:
     choices, best = torch.tensor([[9, 8, 7, 4, 5, 2, 1]]), torch.zeros(1, 7)
     best[0, 1] = torch.nan
     proposals = proposed()
-    assert accept_tree(proposals, choices, best).num_accepted.tolist() == [2]
+    assert proposals.match(choices, best).num_accepted.tolist() == [2]
     best[0, 6] = torch.inf
-    assert accept_tree(proposals, choices, best).num_accepted.tolist() == [TARGET_BROKE]
+    assert proposals.match(choices, best).num_accepted.tolist() == [TARGET_BROKE]
     broken = proposed(is_finite=False)
-    assert accept_tree(broken, choices, torch.zeros(1, 7)).num_accepted.tolist() == [DRAFTER_BROKE]
+    assert broken.match(choices, torch.zeros(1, 7)).num_accepted.tolist() == [DRAFTER_BROKE]
 
 
 def test_a_smaller_tree_is_the_first_nodes_of_a_larger_one() -> None:
