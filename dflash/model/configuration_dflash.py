@@ -362,7 +362,8 @@ def _rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError("rope_parameters differ by layer type: write one rope_theta and rope_type for all.")
     theta = scaling.pop("rope_theta", fields.get("rope_theta"))
     theta = 10000.0 if theta is None else float(theta)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    older = scaling.pop("type", "default")  # the older name of `rope_type`
+    kind = scaling.setdefault("rope_type", older)
     is_plain = kind == "default"
     if not is_plain and kind not in ROPE_INIT_FUNCTIONS:
         known = ", ".join(sorted(ROPE_INIT_FUNCTIONS))
@@ -370,7 +371,7 @@ def _rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "rope_theta": theta,
         "rope_scaling": None if is_plain else scaling,
-        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": theta},
+        "rope_parameters": {**scaling, "rope_theta": theta},
     }
 
 

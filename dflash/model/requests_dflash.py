@@ -198,15 +198,11 @@ SETTINGS: Checks = {
 }
 
 
-def _asks_for_nothing(value: Any) -> bool:
-    return value in (False, 0, "auto")
-
-
-# In a checkpoint's own code.
+# In a checkpoint's own code, which these values ask for nothing.
 NO_ENGINE: Checks = dict.fromkeys(
     ENGINE_KEYWORDS,
     (
-        _asks_for_nothing,
+        (False, 0, "auto").__contains__,
         "a checkpoint's own code does not have it, "
         "install dflash-transformers and load the drafter by dflash.DFlashDraftModel, or leave it out",
     ),
