@@ -70,7 +70,8 @@ def main() -> None:
     def draft(key: Any) -> None:
         context = proposers[key].context
         context.append(new_context)
-        proposers[key].hidden_states(torch.ones(1, 1, dtype=torch.long))
+        proposer = proposers[key]
+        proposer.hidden_states(torch.ones(1, 1, dtype=torch.long), proposer.num_proposals)
         context.cache.rollback(NUM_NEW)
 
     times: dict[Any, list[float]] = {key: [] for key in proposers}

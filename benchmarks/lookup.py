@@ -54,7 +54,8 @@ class Prescribed:
     def propose(self, hidden_states: Any, anchors: torch.Tensor, head: Any, *drawn: Any, **options: Any) -> Proposals:
         head(hidden_states).argmax(dim=-1)  # as the drafter's own
         right, run = self.token_ids[self.num_written :][: self.size], self.runs[self.num_written]
-        return Proposals(torch.tensor([[*right[:run], *(token_id ^ 1 for token_id in right[run:])]]))
+        token_ids = torch.tensor([[*right[:run], *(token_id ^ 1 for token_id in right[run:])]])
+        return Proposals(token_ids[:, : hidden_states.shape[1]])
 
     def run(self, drafter: Any, target: Any, input_ids: torch.Tensor, **options: Any) -> Any:
         """`timed_blocks` with this drafter."""

@@ -88,8 +88,8 @@ class PromptLookup:
             self._num_matching = min(2 * self._num_matching, LONGEST_MATCH)
 
 
-def with_lookups(proposals: Proposals, matches: Mapping[int, list[int]]) -> Proposals:
-    """The proposals with the tokens of `matches`, by place in the batch, instead of those of their sequences.
+def with_lookups(proposals: Proposals, matches: Mapping[int, list[int]], most: int) -> Proposals:
+    """The proposals with the tokens of `matches`, by place in the batch, instead of those of their sequences, at most `most`.
 
     No proposal may have been drawn: q of each of them is one token.
     """
@@ -101,6 +101,7 @@ def with_lookups(proposals: Proposals, matches: Mapping[int, list[int]]) -> Prop
         looked_up_ids = to_device(looked_up_ids, row.device)
         rows[place] = torch.cat([looked_up_ids, tail])
     token_ids = pad_sequence(rows, batch_first=True)
+    token_ids = token_ids[:, :most]
     return replace(proposals, token_ids=token_ids, looked_up=tuple(matches))
 
 
@@ -133,8 +134,7 @@ class LookupProposer:
         width = num_drafted if is_rare else most
         if is_drawn or not width or not matches:
             return proposals
-        proposals = with_lookups(proposals, matches)
-        return proposals.first(width)
+        return with_lookups(proposals, matches, width)
 
     def matches(self, sequences: list[TextSequence]) -> dict[int, list[int]]:
         """What followed earlier occurrences of the sequences' ends, by place in the batch."""

@@ -131,7 +131,7 @@ class TreeProposals(Proposals):
         """As `Proposals.depths`."""
         return self.tree.depths
 
-    def match(self, choices: torch.Tensor, best: torch.Tensor) -> TreeAcceptance:
+    def accept_match(self, choices: torch.Tensor, best: torch.Tensor) -> TreeAcceptance:
         """Follows a single sequence's choices [1, S], each after the path to its column, down the tree.
 
         `best` [1, S] holds a number of each column that is not finite where its logits are not. Waits for the device.
@@ -197,8 +197,7 @@ class TreeProposer:
         depth = min(most, self.drafts.num_proposals)
         if depth == 0:
             return Proposals(anchors[:, :0])
-        hidden_states = self.drafts.hidden_states(anchors)
-        hidden_states = hidden_states[:, :depth]
+        hidden_states = self.drafts.hidden_states(anchors, depth)
         log_probs, token_ids = self.branches(hidden_states, anchors)
         # One copy for both; float32 holds ids below 2**24.
         next_ids = token_ids[:, None]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache
 
-from dflash.model.acceptance_dflash import Proposals, accept_match
+from dflash.model.acceptance_dflash import Proposals
 from dflash.model.cache_dflash import PreallocatedCache, PreallocatedLayer
 from dflash.model.drafting_dflash import block_ids, block_slots, embed, proposing_positions
 from dflash.model.sampling_dflash import Sampler
@@ -132,7 +132,7 @@ def whole_step(inputs: Inputs) -> WholeStep:
     else:
         sampler = Sampler(state.settings, inputs.kind.num_candidates or 0)
         choices = sampler(logits, state.uniforms)
-    acceptance = accept_match(proposals, choices, best=logits.amax(dim=-1))
+    acceptance = proposals.accept_match(choices, best=logits.amax(dim=-1))
     return WholeStep(
         num_accepted=acceptance.num_accepted,
         token_ids=choices,

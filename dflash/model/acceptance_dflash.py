@@ -46,8 +46,6 @@ PREFIX_FREE_PROCESSORS = (
     logits_process.TypicalLogitsWarper,
 )
 
-PER_PROPOSAL = ("token_ids", "candidate_ids", "probabilities")  # fields of `Proposals`
-
 
 @dataclass(frozen=True)
 class Proposals:
@@ -59,23 +57,19 @@ class Proposals:
     is_finite: torch.Tensor | None = None  # [B], whether the drafter's logits were finite; None: not drafted
     looked_up: tuple[int, ...] = ()  # places in the batch whose proposals come from a lookup, at least in part
 
-    def first(self, count: int) -> Proposals:
-        """The first `count` proposals of each sequence."""
-        parts = {
-            name: values[:, :count]
-            for name, values in vars(self).items()
-            if name in PER_PROPOSAL and values is not None
-        }
-        return replace(self, **parts)
-
     @property
     def depths(self) -> Sequence[int]:
         """How many tokens after the anchor each column of their step is."""
         return range(self.token_ids.shape[1] + 1)
 
-    def match(self, choices: torch.Tensor, best: torch.Tensor) -> Acceptance:
-        """Accepts them by the target's choices, as `accept_match`."""
-        return accept_match(self, choices, best)
+    def accept_match(self, choices: torch.Tensor, best: torch.Tensor) -> Acceptance:
+        """Accepts them while they equal the target's choices [B, n + 1], which are committed.
+
+        `best` [B, n + 1] holds a number of each column that is not finite where its logits are not.
+        """
+        num_accepted = accept_prefix(self.token_ids, choices)
+        num_accepted = _checked(num_accepted, best, self)
+        return Acceptance(num_accepted, choices)
 
 
 @dataclass(frozen=True)
@@ -106,16 +100,6 @@ def accept_prefix(proposals: torch.Tensor, choices: torch.Tensor) -> torch.Tenso
 def _length_of_prefix(is_true: torch.Tensor) -> torch.Tensor:
     """How many columns of is_true [B, n] come before the first that is false, [B]."""
     return is_true.long().cumprod(1).sum(1)
-
-
-def accept_match(proposals: Proposals, choices: torch.Tensor, best: torch.Tensor) -> Acceptance:
-    """Accepts proposals while they equal the target's choices [B, n + 1], which are committed.
-
-    `best` [B, n + 1] holds a number of each column that is not finite where its logits are not.
-    """
-    num_accepted = accept_prefix(proposals.token_ids, choices)
-    num_accepted = _checked(num_accepted, best, proposals)
-    return Acceptance(num_accepted, choices)
 
 
 def _checked(num_accepted: torch.Tensor, best: torch.Tensor, proposals: Proposals) -> torch.Tensor:
@@ -274,7 +258,7 @@ class Acceptor:
         rule = self.rule(proposals)
         if rule == "match":
             choices, best = self.choose(scores, sequences, proposals.depths)
-            acceptance = proposals.match(choices, best)
+            acceptance = proposals.accept_match(choices, best)
         else:
             accept = accept_rejection if rule == "rejection" else accept_block
             width = scores.shape[1]

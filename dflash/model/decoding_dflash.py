@@ -248,6 +248,7 @@ class Decoder:
 
     # -- the prompt
 
+    @torch.no_grad()
     def read_prompt(self) -> list[Block]:
         """Runs the part of the prompts that the caches do not hold, and commits the first tokens."""
         input_ids = self.request.input_ids
@@ -319,6 +320,7 @@ class Decoder:
 
     # -- a step
 
+    @torch.no_grad()
     def run_step(self) -> Step:
         """The next step: proposed, verified, accepted."""
         return self.runner.run(self.sequences, self.anchors, self._most_proposals())
@@ -337,6 +339,7 @@ class Decoder:
             logger.warning_once(f"The text is longer than the target's {limit} positions: {remedy}.")
         return max(0, limit - longest - 1)
 
+    @torch.no_grad()
     def commit(self, step: Step) -> list[Block]:
         """Appends a step's tokens, up to where texts stop, and rolls both caches back; ValueError for logits not finite."""
         blocks = []
@@ -393,11 +396,7 @@ class Decoder:
 
 def decode_blocks(decoder: Decoder) -> Iterator[Block]:
     """Proposes, verifies, accepts and commits blocks until every sequence is done."""
-    with torch.no_grad():  # not around the loop, which would enter it for each block of a batch
-        blocks = decoder.read_prompt()
-    yield from blocks
+    yield from decoder.read_prompt()
     while decoder.sequences:
-        with torch.no_grad():
-            step = decoder.run_step()
-            blocks = decoder.commit(step)
-        yield from blocks
+        step = decoder.run_step()
+        yield from decoder.commit(step)

@@ -94,9 +94,8 @@ class DrafterContext:
         config = drafter.config
         width = len(config.target_layer_ids) * config.hidden_size
         nothing = torch.empty(cache.batch_size, 0, width, device=self._device, dtype=self._dtype)
-        self._parts = [
-            Context(nothing, [0] * cache.batch_size)
-        ]  # of the context that waits; a single one may be empty
+        # Of the context that waits; a single one may be empty.
+        self._parts = [Context(nothing, [0] * cache.batch_size)]
 
     @property
     def num_read(self) -> int:
@@ -216,16 +215,16 @@ class DraftProposer:
         count = min(most, self.num_proposals)
         if count == 0:
             return Proposals(anchors[:, :0])
-        hidden_states = self.hidden_states(anchors)
+        hidden_states = self.hidden_states(anchors, count)
         drawn = None
         if self._uniforms_of is not None:
-            uniforms = self._uniforms_of.fresh(sequences, hidden_states.shape[1], anchors.device)
+            uniforms = self._uniforms_of.fresh(sequences, count, anchors.device)
             drawn = (self.request.temperature, uniforms)
         proposals: Proposals = self.drafter.propose(hidden_states, anchors, self.target.head, drawn, embed=self.embed)
-        return proposals.first(count)
+        return proposals
 
-    def hidden_states(self, anchors: torch.Tensor) -> torch.Tensor:
-        """Runs the drafter once; its last hidden states at the proposals [B, n, D]. The cache then holds only context."""
+    def hidden_states(self, anchors: torch.Tensor, count: int) -> torch.Tensor:
+        """Runs the drafter once; its last hidden states at `count` proposals [B, n, D]. The cache then holds only context."""
         context = self.context.for_next_block()
         cache = self.context.cache
         block_size = self.request.block_size
@@ -248,7 +247,7 @@ class DraftProposer:
                 past_key_values=cache,
             )
         self.context.mark_read()
-        return output.last_hidden_state[:, proposing_positions(self.drafter, self.num_proposals)]
+        return output.last_hidden_state[:, proposing_positions(self.drafter, count)]
 
     def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
         """Warns once if drafts are never accepted."""

@@ -86,15 +86,15 @@ def test_asking_changes_nothing() -> None:
 def test_lookups_stand_among_drafted_proposals() -> None:
     """Promise: sequences without a lookup keep theirs, and a draft that is longer than the lookup keeps its tail."""
     drafted = Proposals(torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]]))
-    mixed = with_lookups(drafted, {0: [10, 11, 12, 13], 2: [14, 15, 16, 17]})
+    mixed = with_lookups(drafted, {0: [10, 11, 12, 13], 2: [14, 15, 16, 17]}, 9)
     assert mixed.token_ids.tolist() == [[10, 11, 12, 13], [4, 5, 6, 0], [14, 15, 16, 17]]
     assert mixed.looked_up == (0, 2)
-    assert with_lookups(drafted, {1: [11]}).token_ids.tolist() == [[1, 2, 3], [11, 5, 6], [7, 8, 9]]
+    assert with_lookups(drafted, {1: [11]}, 9).token_ids.tolist() == [[1, 2, 3], [11, 5, 6], [7, 8, 9]]
     assert drafted.token_ids.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
 def test_lookups_without_drafts_stand_alone() -> None:
-    mixed = with_lookups(Proposals(torch.empty(2, 0, dtype=torch.long)), {0: [5, 6], 1: [7, 8]})
+    mixed = with_lookups(Proposals(torch.empty(2, 0, dtype=torch.long)), {0: [5, 6], 1: [7, 8]}, 9)
     assert mixed.token_ids.tolist() == [[5, 6], [7, 8]]
 
 

@@ -274,7 +274,7 @@ def test_the_choices_are_followed_down_the_tree() -> None:
         ([9, 8, 7, 4, 5, 2, 1], [0, 3, 6]),
         ([7, 9, 7, 4, 5, 2, 1], [0, 1]),
     ]:
-        acceptance = tree.match(torch.tensor([choices]), torch.zeros(1, 7))
+        acceptance = tree.accept_match(torch.tensor([choices]), torch.zeros(1, 7))
         assert acceptance.columns == columns
         assert acceptance.num_accepted.tolist() == [len(columns) - 1]
         assert acceptance.token_ids.tolist() == [[choices[column] for column in columns]]
@@ -286,11 +286,11 @@ def test_broken_logits_on_the_path_are_reported() -> None:
     choices, best = torch.tensor([[9, 8, 7, 4, 5, 2, 1]]), torch.zeros(1, 7)
     best[0, 1] = torch.nan
     proposals = proposed()
-    assert proposals.match(choices, best).num_accepted.tolist() == [2]
+    assert proposals.accept_match(choices, best).num_accepted.tolist() == [2]
     best[0, 6] = torch.inf
-    assert proposals.match(choices, best).num_accepted.tolist() == [TARGET_BROKE]
+    assert proposals.accept_match(choices, best).num_accepted.tolist() == [TARGET_BROKE]
     broken = proposed(is_finite=False)
-    assert broken.match(choices, torch.zeros(1, 7)).num_accepted.tolist() == [DRAFTER_BROKE]
+    assert broken.accept_match(choices, torch.zeros(1, 7)).num_accepted.tolist() == [DRAFTER_BROKE]
 
 
 def test_a_smaller_tree_is_the_first_nodes_of_a_larger_one() -> None:

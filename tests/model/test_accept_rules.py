@@ -21,7 +21,6 @@ from dflash.model.acceptance_dflash import (
     Acceptance,
     Proposals,
     accept_block,
-    accept_match,
     accept_rejection,
 )
 from dflash.model.sampling_dflash import choose_sampled, pick
@@ -47,7 +46,7 @@ def uniforms(count: int, generator: torch.Generator) -> torch.Tensor:
 
 def by_match(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Acceptance:
     choices = choose_sampled(scores, uniforms(scores.shape[1], generator))
-    return accept_match(proposals, choices, scores.amax(dim=-1))
+    return proposals.accept_match(choices, scores.amax(dim=-1))
 
 
 def by_rejection(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Acceptance:
@@ -214,21 +213,6 @@ def test_numbers_that_are_not_finite_are_reported(rule: str) -> None:
     assert num_accepted[:3] == [TARGET_BROKE] * 3
     assert num_accepted[4:7] == [0, 0, DRAFTER_BROKE]
     assert min(num_accepted[7:] + num_accepted[3:4]) >= 0
-
-
-def test_proposals_are_cut_whole() -> None:
-    """Promise: `first` cuts tokens and their q alike."""
-    drawn = Proposals(
-        torch.tensor([[1, 2]]),
-        torch.tensor([[[1, 0], [2, 3]]]),
-        torch.tensor([[[0.5, 0.5], [0.9, 0.1]]]),
-        looked_up=(0,),
-    )
-    assert drawn.first(1).token_ids.tolist() == [[1]]
-    assert drawn.first(1).candidate_ids.tolist() == [[[1, 0]]]  # type: ignore[union-attr]
-    assert drawn.first(1).probabilities.tolist() == [[[0.5, 0.5]]]  # type: ignore[union-attr]
-    assert drawn.first(1).looked_up == (0,)
-    assert Proposals(torch.tensor([[1, 2]])).first(0).token_ids.shape == (1, 0)
 
 
 def test_the_next_anchor_is_the_last_committed_token() -> None:
