@@ -296,7 +296,7 @@ def test_a_heads_loss_and_gradients_equal_the_naive_ones(
     candidates = rows.candidates
     assert isinstance(candidates, Candidates)
     assert not candidates.logits.requires_grad
-    states = causal_head.read(previous, hidden.new_zeros(ROWS, causal_head.state_size))
+    states = causal_head.read(causal_head.inputs(previous), hidden.new_zeros(ROWS, causal_head.state_size))
     total = head_loss(causal_head, hidden, states, positions, candidates, labels, weights)
 
     expected, num_hits = torch.zeros((), dtype=torch.float64), 0

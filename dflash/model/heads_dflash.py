@@ -22,29 +22,13 @@ DOMINO_TOP_K = 16  # candidates of Domino's head, as many as DFlash2's; the publ
 
 
 class PrefixGRU(nn.Module):
-    """Domino's GRU, a step at a time. Its weights have the names of torch's module, which runs over whole sequences alone.
-
-    Written out, because some devices have no `torch.gru_cell`.
-    """
+    """The weights of Domino's GRU, named as in torch's module, which runs over whole sequences alone."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
         num_gates = 3 * hidden_size
         self.weight_ih_l0 = nn.Parameter(torch.zeros(num_gates, input_size))
         self.weight_hh_l0 = nn.Parameter(torch.zeros(num_gates, hidden_size))
-
-    def forward(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The next state [..., H], of inputs [..., D]."""
-        of_inputs = functional.linear(inputs, self.weight_ih_l0)
-        of_state = functional.linear(state, self.weight_hh_l0)
-        reset, update, new = of_inputs.chunk(3, dim=-1)
-        reset_before, update_before, new_before = of_state.chunk(3, dim=-1)
-        reset = reset + reset_before
-        update = update + update_before
-        new = new + reset.sigmoid() * new_before
-        new = new.tanh()
-        change = update.sigmoid() * (state - new)
-        return new + change
 
 
 @dataclass(frozen=True)
@@ -60,33 +44,41 @@ class Path:
 class CausalHead:
     """Chooses a path from the anchor through the most probable tokens of each position, token by token.
 
-    A candidate's score is its logit plus the dot product of its row and a vector of the position and the tokens before it.
+    A head gives `features`, `rows`, `inputs`, `read` and `vector`. The first three take all positions of a block at once. The
+    other two run once a position, on M paths at once, so each of their operations counts. The score of a candidate is its logit
+    plus the dot product of its row and `vector`; a head that scores otherwise replaces `scores`.
     """
 
-    rows: torch.Tensor  # [V, E]
     top_k: int  # candidates of a position
-    state_size: int
-    num_plain = 0  # positions at the beginning whose scores are their logits
+    state_size: int  # H; the state is zero before the anchor
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What `vector` needs of hidden states [..., D], for all positions at once."""
+        """What `vector` needs of hidden states [..., D], [..., F]."""
         raise NotImplementedError
 
-    def read(self, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The state [..., H] after tokens [...] that follow a state."""
+    def rows(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rows [..., K, E] of candidates [..., K] at positions [...] of their blocks, counted from the first proposal."""
+        raise NotImplementedError
+
+    def inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """What `read` needs of tokens [...], [..., I]."""
+        raise NotImplementedError
+
+    def read(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The states [M, H] that tokens leave, of their inputs [M, I] and the states before them."""
         raise NotImplementedError
 
     def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The vector [..., E] of a position with these features after the tokens in the state."""
+        """The vectors [M, E] of positions with features [M, F] after the tokens in the states."""
         raise NotImplementedError
 
-    def scores(self, position: Any, features: Any, logits: Any, candidate_ids: Any, state: Any) -> torch.Tensor:
-        """Scores [..., K] of candidates at a position of the block, with logits [..., K], after the token in the state."""
-        vector = self.vector(features, state)
-        vector = vector * (position >= self.num_plain)
-        rows = self.rows[candidate_ids]  # [..., K, E]
-        products = rows * vector.unsqueeze(-2)
-        return logits + products.sum(dim=-1)
+    def scores(
+        self, features: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor, state: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores [M, K] of candidates with logits [M, K] and rows [M, K, E], after the tokens in the states."""
+        vector = self.vector(features, state).unsqueeze(-1)
+        scores = torch.baddbmm(logits.unsqueeze(-1), rows, vector)
+        return scores.squeeze(-1)
 
     def choose_path(
         self,
@@ -98,35 +90,40 @@ class CausalHead:
         """The path of the best candidates, or, with `drawn`, of those drawn at a temperature by uniforms [B, R]."""
         device = hidden_states.device
         top = logits.topk(self.top_k, dim=-1)
-        top_logits = top.values.to(device)
         top_ids = top.indices.to(device)
-        features = self.features(hidden_states)
-        previous = anchors[:, 0].to(device)
-        state = hidden_states.new_zeros(len(previous), self.state_size)
-        token_ids = []
+        num_sequences, num_positions, top_k = top_ids.shape
+        # The tokens in one list: the anchors, then the candidates of each position.
+        token_ids = torch.cat([anchors.to(device).flatten(), top_ids.flatten()])
+        inputs = self.inputs(token_ids)
+        firsts = torch.arange(num_sequences, len(token_ids), top_k, device=device)  # places of first candidates
+        of_positions = zip(
+            self.features(hidden_states).unbind(dim=1),
+            top.values.to(hidden_states).unbind(dim=1),
+            self.rows(top_ids, torch.arange(num_positions, device=device)).unbind(dim=1),
+            firsts.view(-1, num_positions).unbind(dim=1),
+            strict=True,
+        )
+        inputs_before = inputs[:num_sequences]
+        state = hidden_states.new_zeros(num_sequences, self.state_size)
+        places = []
         scores = []
         states = []
-        for i, candidates in enumerate(top_ids.unbind(dim=1)):  # [B, K]
+        for features, top_logits, rows, first in of_positions:
             states.append(state)
-            state = self.read(previous, state)
-            of_candidates = self.scores(
-                i,
-                features[:, i],
-                top_logits[:, i],
-                candidates,
-                state,
-            )
+            state = self.read(inputs_before, state)
+            of_candidates = self.scores(features, top_logits, rows, state)
             scores.append(of_candidates)
             if drawn is None:
                 choice = of_candidates.argmax(dim=-1)
             else:
                 temperature, uniforms = drawn
                 weights = (of_candidates.float() / temperature).softmax(dim=-1)
-                choice = pick(weights, uniforms[:, i])
-            previous = candidates.gather(1, choice[:, None]).squeeze(1)
-            token_ids.append(previous)
+                choice = pick(weights, uniforms[:, len(places)])
+            place = first + choice
+            places.append(place)
+            inputs_before = inputs.index_select(0, place)
         return Path(
-            torch.stack(token_ids, dim=1),
+            token_ids[torch.stack(places, dim=1)],
             top_ids,
             torch.stack(scores, dim=1),
             torch.stack(states, dim=1),
@@ -149,18 +146,21 @@ class CandidateSelector(CausalHead, nn.Module):
         self.predecessor_codebook = nn.Parameter(torch.zeros(shape))
         self.successor_codebook = nn.Parameter(torch.zeros(shape))
 
-    @property
-    def rows(self) -> torch.Tensor:  # type: ignore[override]
-        """The successors."""
-        return self.successor_codebook
-
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The projected hidden states [..., E]."""
         return self.hidden_projection(hidden_states)
 
-    def read(self, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The predecessor's row [..., E] alone."""
-        return self.predecessor_codebook[token_ids]
+    def rows(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The successors' rows, the same at all positions."""
+        return functional.embedding(token_ids, self.successor_codebook)
+
+    def inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The predecessors' rows."""
+        return functional.embedding(token_ids, self.predecessor_codebook)
+
+    def read(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The predecessors' rows alone."""
+        return inputs
 
     def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The product of both."""
@@ -174,24 +174,37 @@ class DominoHead(CausalHead):
         self, gru: PrefixGRU, projection: Any, embed: Callable[[torch.Tensor], torch.Tensor] | None, num_plain: int
     ) -> None:
         mix, _, table = projection
-        self.rows = table.weight  # not always a parameter: training in low rank computes it
-        self.top_k = min(DOMINO_TOP_K, len(self.rows))
+        self.top_k = min(DOMINO_TOP_K, len(table.weight))
         self.state_size = gru.weight_hh_l0.shape[1]
-        self.num_plain = num_plain
-        self._gru = gru
+        self._num_plain = num_plain
+        # Of both gates in one matrix, and of the new state.
+        self._gates_of_inputs, self._new_of_inputs = gru.weight_ih_l0.T.tensor_split([-self.state_size], dim=1)
+        self._gates_of_state, self._new_of_state = gru.weight_hh_l0.T.tensor_split([-self.state_size], dim=1)
         self._embed: Any = embed
-        self._of_hidden, self._of_state = mix.weight.tensor_split([-self.state_size], dim=1)
+        self._table = table.weight  # not always a parameter: training in low rank computes it
+        self._of_hidden, self._of_state = mix.weight.T.tensor_split([-self.state_size])
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The part of the projection [..., E] that does not depend on chosen tokens."""
-        return functional.linear(hidden_states, self._of_hidden)
+        return hidden_states @ self._of_hidden
 
-    def read(self, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The GRU's next state [..., H]."""
-        embeddings = self._embed(token_ids).to(state)
-        return self._gru(embeddings, state)
+    def rows(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The tokens' rows of the table, which are zero at the positions that the head leaves alone."""
+        is_scored = positions >= self._num_plain
+        rows = functional.embedding(token_ids, self._table)
+        return rows * is_scored[..., None, None]
+
+    def inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The target's embeddings of the tokens."""
+        return self._embed(token_ids).to(self._table)
+
+    def read(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The GRU's next state. Written out, because some devices have no `torch.gru_cell`."""
+        gates = torch.addmm(inputs @ self._gates_of_inputs, state, self._gates_of_state)
+        reset, update = gates.sigmoid().chunk(2, dim=1)
+        new = torch.addcmul(inputs @ self._new_of_inputs, reset, state @ self._new_of_state)
+        return torch.lerp(new.tanh(), state, update)
 
     def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The joint projection, activated."""
-        of_state = functional.linear(state, self._of_state)
-        return functional.silu(features + of_state)
+        return functional.silu(torch.addmm(features, state, self._of_state))

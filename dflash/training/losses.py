@@ -233,10 +233,9 @@ def head_loss(
         hidden, state, position, logits, token_ids, wanted, weight = parts
         features = head.features(hidden)
         scores = head.scores(
-            position[:, None],
             features,
             logits.to(hidden.dtype),
-            token_ids,
+            head.rows(token_ids, position),
             state,
         )
         hits = token_ids == wanted[:, None]  # [m, K]
@@ -254,7 +253,7 @@ def head_loss(
         weights,
     )
     total = hidden_states.new_zeros((), dtype=torch.float32)
-    rank = head.rows.shape[1]
+    rank = head.rows(candidates.token_ids[:1], positions[:1]).shape[-1]
     num_candidates = candidates.token_ids.shape[1]
     chunk_rows = max(1, CHUNK_LOGITS // (rank * num_candidates))
     chunks = [column.split(chunk_rows) for column in columns]
