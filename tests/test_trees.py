@@ -98,6 +98,7 @@ HEADS = {
     "selector": {"selector_rank": 4, "selector_top_k": 5},
     "Domino": {"gru_hidden_dim": 6, "emb_dim": 4},
     "Domino, but for the first": {"gru_hidden_dim": 6, "emb_dim": 4, "pure_draft_prefix_len": 1},
+    "DSpark": {"markov_rank": 4, "markov_head_type": "gated", "enable_confidence_head": True},
 }
 
 
@@ -105,7 +106,7 @@ def deciding_drafter(head: str, **overrides: Any) -> Any:
     """A drafter whose causal head decides: its weights are large."""
     drafter = make_drafter(**HEADS[head], **overrides)
     for name, weight in drafter.named_parameters():
-        if name.startswith(("candidate_selector", "prefix_gru", "embed_proj")):
+        if name.startswith(("candidate_selector", "prefix_gru", "embed_proj", "markov_head")):
             torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(len(name)))
     return drafter
 

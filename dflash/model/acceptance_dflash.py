@@ -46,7 +46,7 @@ PREFIX_FREE_PROCESSORS = (
     logits_process.TypicalLogitsWarper,
 )
 
-PER_PROPOSAL = ("token_ids", "candidate_ids", "probabilities")  # fields of `Proposals`
+PER_PROPOSAL = ("token_ids", "candidate_ids", "probabilities", "confidences")  # fields of `Proposals`
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Proposals:
     token_ids: torch.Tensor  # [B, n]
     candidate_ids: torch.Tensor | None = None  # [B, n, K], tokens that each was drawn from; None: q has one token
     probabilities: torch.Tensor | None = None  # [B, n, K], q of the candidates
+    confidences: torch.Tensor | None = None  # [B, n], the head's chance that each is accepted if those before it are
     is_finite: torch.Tensor | None = None  # [B], whether the drafter's logits were finite; None: not drafted
     looked_up: tuple[int, ...] = ()  # places in the batch whose proposals come from a lookup, at least in part
 

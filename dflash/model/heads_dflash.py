@@ -1,27 +1,33 @@
-"""Heads that choose a block's tokens one after another: DFlash2's selector and Domino's recurrent head.
+"""Heads that choose a block's tokens one after another: DFlash2's selector, Domino's recurrent head and DSpark's Markov head.
 
-A drafter without one proposes the most probable token of each position. Dimensions are those of `modeling_dflash`; K is here
-the number of candidates of a position, E the size of a candidate's row, H that of a state.
+A drafter without one proposes the most probable token of each position. `CausalHead` is the protocol of a head and `HEADS` lists
+them: nothing else in the library knows one by its name. Dimensions are those of `modeling_dflash`; K is here the number of
+candidates of a position, E the size of a candidate's row, H that of a state, and M counts paths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from .configuration_dflash import DFlashConfig
 from .sampling_dflash import pick
 
 
-DOMINO_TOP_K = 16  # candidates of Domino's head, as many as DFlash2's; the published form scores the whole vocabulary
+TOP_K = 16  # candidates of heads whose published form scores the whole vocabulary; as many as DFlash2's
+
+Embed = Callable[[torch.Tensor], torch.Tensor]
 
 
-class PrefixGRU(nn.Module):
+class HeadWeights(nn.Module):
+    """Weights of a head. Those that belong to no linear layer or embedding are drawn as those of linear layers."""
+
+
+class PrefixGRU(HeadWeights):
     """The weights of Domino's GRU, named as in torch's module, which runs over whole sequences alone."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
@@ -46,11 +52,21 @@ class CausalHead:
 
     A head gives `features`, `rows`, `inputs`, `read` and `vector`. The first three take all positions of a block at once. The
     other two run once a position, on M paths at once, so each of their operations counts. The score of a candidate is its logit
-    plus the dot product of its row and `vector`; a head that scores otherwise replaces `scores`.
+    plus the dot product of its row and `vector`; a head that scores otherwise replaces `scores`. An object is made for each
+    block, of a drafter's weights as they are then.
     """
 
+    field: ClassVar[str]  # of the config, which a drafter with this head has, and no other
     top_k: int  # candidates of a position
     state_size: int  # H; the state is zero before the anchor
+
+    def __init__(self, drafter: Any, embed: Embed | None) -> None:
+        """Takes what the head needs of the drafter. `embed` gives the target's embeddings [..., D] of tokens [...]."""
+
+    @classmethod
+    def weights(cls, config: Any) -> dict[str, nn.Module]:
+        """The modules that the head adds to a drafter, by name. Names and shapes of their tensors are those of checkpoints."""
+        raise NotImplementedError
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What `vector` needs of hidden states [..., D], [..., F]."""
@@ -80,6 +96,10 @@ class CausalHead:
         scores = torch.baddbmm(logits.unsqueeze(-1), rows, vector)
         return scores.squeeze(-1)
 
+    def confidences(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor | None:
+        """Logits [...] of the chance that proposals after tokens [...] are accepted if those before them are, or `None`."""
+        return None
+
     def choose_path(
         self,
         hidden_states: torch.Tensor,  # [B, R, D]
@@ -105,7 +125,7 @@ class CausalHead:
         )
         inputs_before = inputs[:num_sequences]
         state = hidden_states.new_zeros(num_sequences, self.state_size)
-        places = []
+        places: list[torch.Tensor] = []
         scores = []
         states = []
         for features, top_logits, rows, first in of_positions:
@@ -130,33 +150,43 @@ class CausalHead:
         )
 
 
-class CandidateSelector(CausalHead, nn.Module):
+class SelectorWeights(HeadWeights):
+    """The weights of DFlash2's selector."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        rank = config.selector_rank
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
+        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
+
+
+class SelectorHead(CausalHead):
     """DFlash2's: predecessor[previous token] * projected(hidden state) is scored with successor[candidate]."""
 
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.top_k = int(config.selector_top_k or 0)
-        self.state_size = int(config.selector_rank or 0)
-        shape = (config.vocab_size, self.state_size)
-        self.hidden_projection = nn.Linear(
-            config.hidden_size,
-            self.state_size,
-            bias=False,
-        )
-        self.predecessor_codebook = nn.Parameter(torch.zeros(shape))
-        self.successor_codebook = nn.Parameter(torch.zeros(shape))
+    field = "selector_rank"
+
+    def __init__(self, drafter: Any, embed: Embed | None) -> None:
+        self.top_k = drafter.config.selector_top_k
+        self.state_size = drafter.config.selector_rank
+        self._weights = drafter.candidate_selector
+
+    @classmethod
+    def weights(cls, config: Any) -> dict[str, nn.Module]:
+        """`candidate_selector`."""
+        return {"candidate_selector": SelectorWeights(config)}
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The projected hidden states [..., E]."""
-        return self.hidden_projection(hidden_states)
+        return self._weights.hidden_projection(hidden_states)
 
     def rows(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The successors' rows, the same at all positions."""
-        return functional.embedding(token_ids, self.successor_codebook)
+        return functional.embedding(token_ids, self._weights.successor_codebook)
 
     def inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The predecessors' rows."""
-        return functional.embedding(token_ids, self.predecessor_codebook)
+        return functional.embedding(token_ids, self._weights.predecessor_codebook)
 
     def read(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The predecessors' rows alone."""
@@ -170,19 +200,32 @@ class CandidateSelector(CausalHead, nn.Module):
 class DominoHead(CausalHead):
     """Domino's: a GRU reads the target's embeddings of the tokens chosen before."""
 
-    def __init__(
-        self, gru: PrefixGRU, projection: Any, embed: Callable[[torch.Tensor], torch.Tensor] | None, num_plain: int
-    ) -> None:
-        mix, _, table = projection
-        self.top_k = min(DOMINO_TOP_K, len(table.weight))
-        self.state_size = gru.weight_hh_l0.shape[1]
-        self._num_plain = num_plain
-        # Of both gates in one matrix, and of the new state.
-        self._gates_of_inputs, self._new_of_inputs = gru.weight_ih_l0.T.tensor_split([-self.state_size], dim=1)
-        self._gates_of_state, self._new_of_state = gru.weight_hh_l0.T.tensor_split([-self.state_size], dim=1)
-        self._embed: Any = embed
+    field = "gru_hidden_dim"
+
+    def __init__(self, drafter: Any, embed: Embed | None) -> None:
+        mix, _, table = drafter.embed_proj
         self._table = table.weight  # not always a parameter: training in low rank computes it
+        self.top_k = min(TOP_K, len(self._table))
+        self.state_size = drafter.config.gru_hidden_dim
+        self._num_plain = drafter.config.pure_draft_prefix_len
+        self._embed: Any = embed
+        gru = drafter.prefix_gru
+        # Of both gates in one matrix, and of the new state.
+        num_gates = 2 * self.state_size
+        self._gates_of_inputs, self._new_of_inputs = gru.weight_ih_l0.T.tensor_split([num_gates], dim=1)
+        self._gates_of_state, self._new_of_state = gru.weight_hh_l0.T.tensor_split([num_gates], dim=1)
         self._of_hidden, self._of_state = mix.weight.T.tensor_split([-self.state_size])
+
+    @classmethod
+    def weights(cls, config: Any) -> dict[str, nn.Module]:
+        """`prefix_gru`, and `embed_proj`: the joint projection and the table of tokens."""
+        size = config.hidden_size
+        mix = nn.Linear(size + config.gru_hidden_dim, config.emb_dim, bias=False)
+        table = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
+        return {
+            "prefix_gru": PrefixGRU(size, config.gru_hidden_dim),
+            "embed_proj": nn.Sequential(mix, nn.SiLU(), table),
+        }
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The part of the projection [..., E] that does not depend on chosen tokens."""
@@ -208,3 +251,94 @@ class DominoHead(CausalHead):
     def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The joint projection, activated."""
         return functional.silu(torch.addmm(features, state, self._of_state))
+
+
+class MarkovHead(CausalHead):
+    """DSpark's: a bias of the candidate after the previous token, in low rank. `gated` lets the hidden state weigh the rank.
+
+    Its confidence is learned beside it: the chance that the proposal is accepted.
+    """
+
+    field = "markov_rank"
+
+    def __init__(self, drafter: Any, embed: Embed | None) -> None:
+        config = drafter.config
+        weights = drafter.markov_head
+        self._before = weights.markov_w1.weight
+        self._after = weights.markov_w2.weight
+        self.top_k = min(TOP_K, len(self._after))
+        self.state_size = config.markov_rank
+        self._own_ids = None  # of the drafter's vocabulary, ascending
+        if drafter.d2t is not None:
+            self._own_ids = drafter.d2t + torch.arange(len(drafter.d2t), device=drafter.d2t.device)
+        self._gate = None
+        if config.markov_head_type == "gated":
+            self._gate = weights.gate_proj
+            self._gate_of_hidden, gate_of_state = self._gate.weight.tensor_split([config.hidden_size], dim=1)
+            self._gate_of_state = gate_of_state.T
+        self._confidence = drafter.confidence_head.proj if config.enable_confidence_head else None
+
+    @classmethod
+    def weights(cls, config: Any) -> dict[str, nn.Module]:
+        """`markov_head`, whose second matrix has the drafter's own vocabulary if there is one, and `confidence_head`."""
+        rank = config.markov_rank
+        size = config.hidden_size
+        markov = {
+            "markov_w1": nn.Embedding(config.vocab_size, rank),
+            "markov_w2": nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False),
+        }
+        if config.markov_head_type == "gated":
+            markov["gate_proj"] = nn.Linear(size + rank, rank)
+        modules: dict[str, nn.Module] = {"markov_head": nn.ModuleDict(markov)}
+        if config.enable_confidence_head:
+            width = size + rank if config.confidence_head_with_markov else size
+            modules["confidence_head"] = nn.ModuleDict({"proj": nn.Linear(width, 1)})
+        return modules
+
+    def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the gate takes from the hidden states; without a gate nothing reads them."""
+        if self._gate is None:
+            return hidden_states
+        return functional.linear(hidden_states, self._gate_of_hidden, self._gate.bias)
+
+    def rows(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The candidates' rows, the same at all positions. Tokens outside the drafter's vocabulary have that of another."""
+        if self._own_ids is not None:
+            places = torch.searchsorted(self._own_ids, token_ids)
+            token_ids = places.clamp(max=len(self._own_ids) - 1)
+        return functional.embedding(token_ids, self._after)
+
+    def inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The previous tokens' rows."""
+        return functional.embedding(token_ids, self._before)
+
+    def read(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The previous tokens' rows alone."""
+        return inputs
+
+    def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The previous tokens' rows, weighed by the gate."""
+        if self._gate is None:
+            return state
+        gate = torch.addmm(features, state, self._gate_of_state).sigmoid()
+        return gate * state
+
+    def confidences(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor | None:
+        """A linear function of the hidden states and, if it was trained so, of the previous tokens' rows."""
+        if self._confidence is None:
+            return None
+        known = hidden_states
+        if self._confidence.in_features > hidden_states.shape[-1]:
+            known = torch.cat([hidden_states, self.inputs(previous_ids)], dim=-1)
+        return self._confidence(known).squeeze(-1)
+
+
+HEADS: tuple[type[CausalHead], ...] = (SelectorHead, DominoHead, MarkovHead)
+
+
+def head_of(config: Any) -> type[CausalHead] | None:
+    """The head that a drafter with this config has; `None`: each position proposes its most probable token."""
+    for head in HEADS:
+        if getattr(config, head.field) is not None:
+            return head
+    return None

@@ -118,6 +118,7 @@ class DrafterLoss:
                 losses.candidates,
                 labels,
                 losses.weights,
+                learned.gather(tokens),
             )
         is_correct = learned.scatter(losses.is_correct)
         return loss_sum, count_drafts(
