@@ -6,8 +6,8 @@ others (`DFlashConfig.reader`).
 
 | dialect | recognised by | written by |
 |---|---|---|
-| z-lab | `dflash_config` | z-lab (DFlash and DFlash2), SpecForge (DFlash and Domino), ModelOpt, JetSpec, this library |
-| speculators | `transformer_layer_config` | speculators, RedHat |
+| z-lab | `dflash_config` | z-lab (DFlash and DFlash2), SpecForge and ModelOpt (DFlash, Domino, DSpark), JetSpec, this library |
+| speculators | `transformer_layer_config` | speculators (DFlash, DFlash2, DSpark), RedHat |
 | assistant | the own fields at the top, tensors under `encoder.` | transformers 5 |
 | DeepSpec | the own fields at the top, no `encoder.` | DeepSeek |
 """
@@ -44,7 +44,9 @@ OWN_FIELDS = ("block_size", "mask_token_id", "target_layer_ids")
 TENSOR_NAMES = {
     r"^encoder\.fc\.": "fc.",
     r"^encoder\.output_norm_enc\.": "hidden_norm.",
-    r"^logit_head\.(prefix_gru|embed_proj)\.": r"\1.",  # early checkpoints with Domino's head
+    r"^logit_head\.(prefix_gru|embed_proj|markov_head|confidence_head)\.": r"\1.",  # early checkpoints of SpecForge
+    r"^(markov_w1|markov_w2|gate_proj)\.": r"markov_head.\1.",  # ModelOpt's DSpark
+    r"^confidence_proj\.": "confidence_head.proj.",
 }
 
 # Tensors that a dialect stores although they are copies of the target's, frozen in training, or follow from others; as
@@ -58,7 +60,8 @@ COPIES_OF_THE_TARGET = {
 BESIDE_THE_LAYER_CONFIG = (
     "block_size", "mask_token_id", "draft_vocab_size", "target_hidden_size", "sample_from_anchor", "conv_kernel_size",
     "conv_group_size", "selector_rank", "selector_top_k", "projector_type", "gru_hidden_dim", "emb_dim",
-    "pure_draft_prefix_len", "shift_label", "input_embedding_scale", "output_multiplier",
+    "pure_draft_prefix_len", "shift_label", "input_embedding_scale", "output_multiplier", "markov_rank",
+    "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
     "final_logit_softcapping", "dtype", "torch_dtype", "quantization_config",
 )  # fmt: skip
 
@@ -71,7 +74,7 @@ WHOLE_NUMBERS = (
     "block_size", "mask_token_id", "num_target_layers", "vocab_size", "hidden_size", "intermediate_size",
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_window_layers",
     "max_position_embeddings", "draft_vocab_size", "conv_kernel_size", "conv_group_size", "selector_rank",
-    "selector_top_k", "gru_hidden_dim", "emb_dim", "pure_draft_prefix_len", "swa_window_size",
+    "selector_top_k", "gru_hidden_dim", "emb_dim", "pure_draft_prefix_len", "markov_rank", "swa_window_size",
 )  # fmt: skip
 NUMBERS = (
     "rope_theta", "rms_norm_eps", "initializer_range", "attention_dropout", "input_embedding_scale",
@@ -94,8 +97,16 @@ KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str, str], ...] = (
     (LISTS_OF_LAYERS, is_list_of_layers, "a list of layer numbers", "write it as [1, 9, 17]"),
 )
 
-# What DeepSpec writes about its training; `markov_rank` stays, because a drafter with such a head is another network.
-DEEPSPEC_TRAINING_FIELDS = ("num_anchors", "confidence_head_with_markov", "markov_head_type")
+# What DeepSpec writes about its training.
+DEEPSPEC_TRAINING_FIELDS = ("num_anchors",)
+# What speculators' DSpark has where its config does not say.
+DSPARK_DEFAULTS = {
+    "markov_rank": 256,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+    "sample_from_anchor": True,
+}
 
 # Fields at the top of a config that are read or refused, or that do not change what a drafter computes.
 # Of any dialect: those of a Qwen3 decoder and of this library, and what transformers writes beside them.
@@ -115,7 +126,7 @@ NESTED_FIELDS = {
     *FIELDS,
     *UNSUPPORTED_FIELDS,
     *CAUSALITY_FIELDS,
-    "target_hidden_size", "loss_decay_gamma", "num_anchors",
+    "target_hidden_size", "loss_decay_gamma", "num_anchors", "attention_mode", "confidence_head_alpha", "use_confidence_head",
 }  # fmt: skip
 # Of one dialect.
 DIALECT_TOP_LEVEL_FIELDS: dict[str, tuple[str, ...]] = {
@@ -275,6 +286,8 @@ def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:
         read.setdefault("output_multiplier", read.pop("logit_scale"))
     if read.get("target_layer_ids") is None and nested.get("target_layer_ids") is None:
         read["target_layer_ids"] = _layers_of_states(read.pop("eagle_aux_hidden_state_layer_ids", None))
+    if nested.get("projector_type", read.get("projector_type")) == "dspark":
+        _complete_dspark(read, nested)
     uses_windows = any([nested.pop("use_swa", False), read.pop("use_swa", False)])
     window = nested.pop("swa_window_size", None) or read.pop("swa_window_size", None)
     if not uses_windows:
@@ -290,10 +303,23 @@ def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:
     return _with_windows(read)
 
 
+def _complete_dspark(read: dict[str, Any], nested: dict[str, Any]) -> None:
+    """SpecForge's and ModelOpt's DSpark: the anchor proposes, too, which neither says by our name, and a confidence."""
+    weight = nested.pop("confidence_head_alpha", None)
+    has_confidence = nested.pop("use_confidence_head", None)
+    nested.pop("attention_mode", None)
+    if has_confidence is not None:  # ModelOpt's name
+        nested |= {"enable_confidence_head": has_confidence, "confidence_head_with_markov": has_confidence}
+    elif weight is not None:
+        nested.setdefault("enable_confidence_head", weight > 0)
+    if read.get("sample_from_anchor") is None:
+        nested.setdefault("sample_from_anchor", True)
+
+
 def _read_speculators(fields: dict[str, Any]) -> dict[str, Any]:
     """The decoder's fields one level down, taps that count from the embedding, sliding layers causal by default."""
     kind = fields.get("speculators_model_type", "dflash")
-    if kind not in ("dflash", "dflash2"):
+    if kind not in ("dflash", "dflash2", "dspark"):
         raise ValueError(
             f"speculators_model_type={kind!r} is not a DFlash drafter: serve it with vLLM, which reads this kind."
         )
@@ -307,6 +333,8 @@ def _read_speculators(fields: dict[str, Any]) -> dict[str, Any]:
     if isinstance(rope.get("sliding_attention"), dict):  # its drafters take this one for all layers
         read["rope_parameters"] = rope["sliding_attention"]
     read |= {name: fields[name] for name in BESIDE_THE_LAYER_CONFIG if fields.get(name) is not None}
+    if kind == "dspark":
+        read = DSPARK_DEFAULTS | read
     read["target_layer_ids"] = _layers_of_states(fields.get("aux_hidden_state_layer_ids"))
     if fields.get("sliding_window_non_causal"):
         read["is_causal"] = False

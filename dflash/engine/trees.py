@@ -164,23 +164,20 @@ def scores_after_each(
     """
     path = head.choose_path(hidden_states, logits, anchors)
     candidate_ids = path.candidate_ids[0]
-    device = candidate_ids.device
-    top_logits = logits[0].to(device)
-    top_logits = top_logits.gather(-1, candidate_ids)
-    anchor = anchors.to(device)
+    top_logits = logits[0].to(hidden_states).gather(-1, candidate_ids)
+    anchor = anchors.to(candidate_ids.device)
     anchor = anchor.expand(1, head.top_k)
     before = torch.cat([anchor, candidate_ids[:-1]])  # [n, K]
-    state = path.states[0].unsqueeze(1)
-    positions = torch.arange(len(before), device=device)
+    positions = torch.arange(len(before), device=before.device)
+    rows = head.rows(candidate_ids, positions)
     features = head.features(hidden_states[0])
-    scores = head.scores(
-        positions[:, None, None],
-        features.unsqueeze(1),
-        top_logits.unsqueeze(1),
-        candidate_ids.unsqueeze(1),
-        head.read(before, state),  # [n, K, H]
+    # For each candidate of the position before.
+    state, features, top_logits, rows = (
+        values.repeat_interleave(head.top_k, dim=0) for values in (path.states[0], features, top_logits, rows)
     )
-    return scores, candidate_ids
+    inputs = head.inputs(before.flatten())
+    scores = head.scores(features, top_logits, rows, head.read(inputs, state))
+    return scores.view(*before.shape, -1), candidate_ids
 
 
 class TreeProposer:

@@ -54,6 +54,7 @@ class Proposals:
     token_ids: torch.Tensor  # [B, n]
     candidate_ids: torch.Tensor | None = None  # [B, n, K], tokens that each was drawn from; None: q has one token
     probabilities: torch.Tensor | None = None  # [B, n, K], q of the candidates
+    confidences: torch.Tensor | None = None  # [B, n], the head's chance that each is accepted if those before it are
     is_finite: torch.Tensor | None = None  # [B], whether the drafter's logits were finite; None: not drafted
     looked_up: tuple[int, ...] = ()  # places in the batch whose proposals come from a lookup, at least in part
 

@@ -80,19 +80,39 @@ FIELDS: Checks = {
     "conv_group_size": COUNT,
     "selector_rank": COUNT,
     "selector_top_k": COUNT,
-    "projector_type": (("domino",).__contains__, "it is not supported, use an engine that reads it"),
+    "projector_type": (("domino", "dspark").__contains__, "it is not supported, use an engine that reads it"),
     "gru_hidden_dim": COUNT,
     "emb_dim": COUNT,
     "pure_draft_prefix_len": (partial(is_whole_number, least=0), "use a whole number from 0 on, without quotes"),
+    "markov_rank": COUNT,
+    "markov_head_type": (("vanilla", "gated").__contains__, "it is not supported, use an engine that reads it"),
+    "enable_confidence_head": FLAG,
+    "confidence_head_with_markov": FLAG,
 }
 # Their values where a drafter has none. They are written in both places, unless they are absent.
-ABSENT = {**dict.fromkeys(FIELDS), "sample_from_anchor": False, "pure_draft_prefix_len": 0, "shift_label": False}
+ABSENT = {
+    **dict.fromkeys(FIELDS),
+    "sample_from_anchor": False,
+    "pure_draft_prefix_len": 0,
+    "shift_label": False,
+    "enable_confidence_head": False,
+    "confidence_head_with_markov": False,
+}
 # Fields that a drafter has together or not at all.
 TOGETHER = (
     ("conv_kernel_size", "conv_group_size"),
     ("selector_rank", "selector_top_k"),
     ("gru_hidden_dim", "emb_dim"),
 )
+# The names of heads in `projector_type`, and the field that a drafter with such a head has.
+PROJECTORS = {"domino": "gru_hidden_dim", "dspark": "markov_rank"}
+HEAD_FIELDS = ("selector_rank", *PROJECTORS.values())
+# The class by which engines build a drafter, by a field that it has.
+ARCHITECTURES = {
+    "conv_kernel_size": "DFlash2DraftModel",
+    "selector_rank": "DFlash2DraftModel",
+    "markov_rank": "DSparkDraftModel",
+}
 # Fields that change the computation and are not implemented here. Ignoring them would be silently wrong, so they are refused,
 # unless they are null or have the value given here, which means "absent".
 UNSUPPORTED_FIELDS = {
@@ -101,8 +121,6 @@ UNSUPPORTED_FIELDS = {
     "is_neox_style": True,
     "rope_is_neox_style": True,
     "attention_sink_bias": False,
-    "enable_confidence_head": False,
-    "markov_rank": 0,
     # Of other tools' formats.
     "use_swa": False,
     "swa_window_size": 0,
@@ -156,6 +174,10 @@ class DFlashConfig(Qwen3Config):
             - **selector_rank**, **selector_top_k** (`int`): DFlash2's selector among the most probable tokens.
             - **gru_hidden_dim**, **emb_dim** (`int`): Domino's head, whose GRU reads the tokens chosen before each position.
             - **pure_draft_prefix_len** (`int`, defaults to 0): Proposals at the beginning that Domino's head leaves alone.
+            - **markov_rank** (`int`), **markov_head_type** (`str`, `"vanilla"` or `"gated"`): DSpark's head, a bias of each
+              token after the one before it.
+            - **enable_confidence_head**, **confidence_head_with_markov** (`bool`, defaults to `False`): DSpark's confidence, and
+              whether it reads the token before, too.
 
     Raises:
         ValueError: for a value that no drafter can run with, naming the value and the remedy.
@@ -180,6 +202,8 @@ class DFlashConfig(Qwen3Config):
         input_embedding_scale: float | None
         projector_type: str | None
         shift_label: bool
+        markov_rank: int | None
+        markov_head_type: str | None
 
     def __init__(self, dflash_config: dict[str, Any] | None = None, **kwargs: Any) -> None:
         nested = dict(dflash_config or {})
@@ -202,21 +226,27 @@ class DFlashConfig(Qwen3Config):
         super().__init__(**kwargs)
         for name, value in own.items():
             setattr(self, name, value)
-        self._complete()
+        self.complete()
         self.dflash_config = {**nested, **_present(vars(self))}  # and what other tools wrote there
         self.check()
 
-    def _complete(self) -> None:
+    def complete(self) -> None:
         """Sets the fields that follow from others."""
         if self.block_size is None:
             self.block_size = 16
         depth = self.num_target_layers
         if self.target_layer_ids is None and depth is not None:
             self.target_layer_ids = default_target_layer_ids(depth)
-        if self.gru_hidden_dim is not None:  # Domino's name for what `sample_from_anchor` says is written beside it
-            self.projector_type = self.projector_type or "domino"
-            self.shift_label = self.shift_label or self.sample_from_anchor
-            self.sample_from_anchor = self.shift_label
+        self.markov_rank = self.markov_rank or None  # DeepSpec's 0 is no head
+        if self.markov_rank is not None:
+            self.markov_head_type = self.markov_head_type or "vanilla"
+        for projector, field in PROJECTORS.items():
+            if (
+                getattr(self, field) is not None
+            ):  # these heads' name for what `sample_from_anchor` says is written beside it
+                self.projector_type = self.projector_type or projector
+                self.shift_label = self.shift_label or self.sample_from_anchor
+                self.sample_from_anchor = self.shift_label
         if self.draft_vocab_size == self.vocab_size:
             self.draft_vocab_size = None
         if self.draft_vocab_size is not None:
@@ -281,15 +311,20 @@ class DFlashConfig(Qwen3Config):
             other = getattr(self, second)
             if (value is None) != (other is None):
                 raise ValueError(f"{first}={value} and {second}={other}: a drafter has both or neither.")
-        state_size = self.gru_hidden_dim
-        if state_size is None and (self.projector_type or self.shift_label):
-            fields = f"projector_type={self.projector_type}, shift_label={self.shift_label}"
-            fault = f"{fields} and gru_hidden_dim=None, so Domino's head is not there"
-            remedy = "write its gru_hidden_dim and emb_dim, or use an engine that reads it"
-            raise ValueError(f"{fault}: {remedy}.")
-        rank = self.selector_rank
-        if state_size is not None and rank is not None:
-            raise ValueError(f"selector_rank={rank} and gru_hidden_dim={state_size}: use one of both.")
+        heads = [f"{name}={getattr(self, name)}" for name in HEAD_FIELDS if getattr(self, name) is not None]
+        if len(heads) > 1:
+            raise ValueError(f"{' and '.join(heads)}: use one of both.")
+        projector = self.projector_type
+        has_own_field = projector is None or getattr(self, PROJECTORS[projector]) is not None
+        if not has_own_field or (self.shift_label and projector is None):
+            field = PROJECTORS.get(projector or "domino")
+            fault = f"projector_type={projector}, shift_label={self.shift_label} and {field}=None, so its head is not there"
+            raise ValueError(
+                f"{fault}: write the fields of Domino's or DSpark's head, or use an engine that reads it."
+            )
+        if self.enable_confidence_head and self.markov_rank is None:
+            fault = "enable_confidence_head=True and markov_rank=None, so DSpark's head is not there"
+            raise ValueError(f"{fault}: write its markov_rank, or use an engine that reads it.")
         width = self.hidden_size
         size = self.conv_group_size or 1
         if width % size:
@@ -321,9 +356,9 @@ class DFlashConfig(Qwen3Config):
         nested = _without_own(self.dflash_config)
         fields = _without_own(fields) | own
         fields["dflash_config"] = nested | own
-        is_second = self.conv_kernel_size is not None or self.selector_rank is not None
-        if is_second and fields.get("architectures"):
-            fields["architectures"] = ["DFlash2DraftModel"]  # the name by which engines build DFlash2's parts
+        for name, architecture in ARCHITECTURES.items():
+            if getattr(self, name) is not None and fields.get("architectures"):
+                fields["architectures"] = [architecture]
         return fields | _rope_of(fields)
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -337,7 +372,10 @@ class DFlashConfig(Qwen3Config):
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are written in both places."""
-    return {name: fields[name] for name, absent in ABSENT.items() if fields.get(name, absent) != absent}
+    present = {name: fields[name] for name, absent in ABSENT.items() if fields.get(name, absent) != absent}
+    if fields.get("markov_rank"):  # other tools' anchors propose by default if there is such a head
+        present["sample_from_anchor"] = fields["sample_from_anchor"]
+    return present
 
 
 def _without_own(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,50 +1,40 @@
-"""Heads that choose a block's tokens one after another: DFlash2's selector and Domino's recurrent head.
+"""Heads that choose a block's tokens one after another: DFlash2's selector, Domino's recurrent head and DSpark's Markov head.
 
-A drafter without one proposes the most probable token of each position. Dimensions are those of `modeling_dflash`; K is here
-the number of candidates of a position, E the size of a candidate's row, H that of a state.
+A drafter without one proposes the most probable token of each position. `CausalHead` is the protocol of a head and `HEADS` lists
+them: nothing else in the library knows one by its name. Dimensions are those of `modeling_dflash`; K is here the number of
+candidates of a position, E the size of a candidate's row, H that of a state, and M counts paths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from .configuration_dflash import DFlashConfig
 from .sampling_dflash import pick
 
 
-DOMINO_TOP_K = 16  # candidates of Domino's head, as many as DFlash2's; the published form scores the whole vocabulary
+TOP_K = 16  # candidates of heads whose published form scores the whole vocabulary; as many as DFlash2's
+
+Embed = Callable[[torch.Tensor], torch.Tensor]
 
 
-class PrefixGRU(nn.Module):
-    """Domino's GRU, a step at a time. Its weights have the names of torch's module, which runs over whole sequences alone.
+class HeadWeights(nn.Module):
+    """Weights of a head. Those that belong to no linear layer or embedding are drawn as those of linear layers."""
 
-    Written out, because some devices have no `torch.gru_cell`.
-    """
+
+class PrefixGRU(HeadWeights):
+    """The weights of Domino's GRU, named as in torch's module, which runs over whole sequences alone."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
         num_gates = 3 * hidden_size
         self.weight_ih_l0 = nn.Parameter(torch.zeros(num_gates, input_size))
         self.weight_hh_l0 = nn.Parameter(torch.zeros(num_gates, hidden_size))
-
-    def forward(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The next state [..., H], of inputs [..., D]."""
-        of_inputs = functional.linear(inputs, self.weight_ih_l0)
-        of_state = functional.linear(state, self.weight_hh_l0)
-        reset, update, new = of_inputs.chunk(3, dim=-1)
-        reset_before, update_before, new_before = of_state.chunk(3, dim=-1)
-        reset = reset + reset_before
-        update = update + update_before
-        new = new + reset.sigmoid() * new_before
-        new = new.tanh()
-        change = update.sigmoid() * (state - new)
-        return new + change
 
 
 @dataclass(frozen=True)
@@ -60,33 +50,55 @@ class Path:
 class CausalHead:
     """Chooses a path from the anchor through the most probable tokens of each position, token by token.
 
-    A candidate's score is its logit plus the dot product of its row and a vector of the position and the tokens before it.
+    A head gives `features`, `rows`, `inputs`, `read` and `vector`. The first three take all positions of a block at once. The
+    other two run once a position, on M paths at once, so each of their operations counts. The score of a candidate is its logit
+    plus the dot product of its row and `vector`; a head that scores otherwise replaces `scores`. An object is made for each
+    block, of a drafter's weights as they are then.
     """
 
-    rows: torch.Tensor  # [V, E]
+    field: ClassVar[str]  # of the config, which a drafter with this head has, and no other
     top_k: int  # candidates of a position
-    state_size: int
-    num_plain = 0  # positions at the beginning whose scores are their logits
+    state_size: int  # H; the state is zero before the anchor
 
-    def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What `vector` needs of hidden states [..., D], for all positions at once."""
+    def __init__(self, drafter: Any, embed: Embed | None) -> None:
+        """Takes what the head needs of the drafter. `embed` gives the target's embeddings [..., D] of tokens [...]."""
+
+    @classmethod
+    def weights(cls, config: Any) -> dict[str, nn.Module]:
+        """The modules that the head adds to a drafter, by name. Names and shapes of their tensors are those of checkpoints."""
         raise NotImplementedError
 
-    def read(self, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The state [..., H] after tokens [...] that follow a state."""
+    def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What `vector` needs of hidden states [..., D], [..., F]."""
+        raise NotImplementedError
+
+    def rows(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rows [..., K, E] of candidates [..., K] at positions [...] of their blocks, counted from the first proposal."""
+        raise NotImplementedError
+
+    def inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """What `read` needs of tokens [...], [..., I]."""
+        raise NotImplementedError
+
+    def read(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The states [M, H] that tokens leave, of their inputs [M, I] and the states before them."""
         raise NotImplementedError
 
     def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The vector [..., E] of a position with these features after the tokens in the state."""
+        """The vectors [M, E] of positions with features [M, F] after the tokens in the states."""
         raise NotImplementedError
 
-    def scores(self, position: Any, features: Any, logits: Any, candidate_ids: Any, state: Any) -> torch.Tensor:
-        """Scores [..., K] of candidates at a position of the block, with logits [..., K], after the token in the state."""
-        vector = self.vector(features, state)
-        vector = vector * (position >= self.num_plain)
-        rows = self.rows[candidate_ids]  # [..., K, E]
-        products = rows * vector.unsqueeze(-2)
-        return logits + products.sum(dim=-1)
+    def scores(
+        self, features: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor, state: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores [M, K] of candidates with logits [M, K] and rows [M, K, E], after the tokens in the states."""
+        vector = self.vector(features, state).unsqueeze(-1)
+        scores = torch.baddbmm(logits.unsqueeze(-1), rows, vector)
+        return scores.squeeze(-1)
+
+    def confidences(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor | None:
+        """Logits [...] of the chance that proposals after tokens [...] are accepted if those before them are, or `None`."""
+        return None
 
     def choose_path(
         self,
@@ -98,69 +110,87 @@ class CausalHead:
         """The path of the best candidates, or, with `drawn`, of those drawn at a temperature by uniforms [B, R]."""
         device = hidden_states.device
         top = logits.topk(self.top_k, dim=-1)
-        top_logits = top.values.to(device)
         top_ids = top.indices.to(device)
-        features = self.features(hidden_states)
-        previous = anchors[:, 0].to(device)
-        state = hidden_states.new_zeros(len(previous), self.state_size)
-        token_ids = []
+        num_sequences, num_positions, top_k = top_ids.shape
+        # The tokens in one list: the anchors, then the candidates of each position.
+        token_ids = torch.cat([anchors.to(device).flatten(), top_ids.flatten()])
+        inputs = self.inputs(token_ids)
+        firsts = torch.arange(num_sequences, len(token_ids), top_k, device=device)  # places of first candidates
+        of_positions = zip(
+            self.features(hidden_states).unbind(dim=1),
+            top.values.to(hidden_states).unbind(dim=1),
+            self.rows(top_ids, torch.arange(num_positions, device=device)).unbind(dim=1),
+            firsts.view(-1, num_positions).unbind(dim=1),
+            strict=True,
+        )
+        inputs_before = inputs[:num_sequences]
+        state = hidden_states.new_zeros(num_sequences, self.state_size)
+        places: list[torch.Tensor] = []
         scores = []
         states = []
-        for i, candidates in enumerate(top_ids.unbind(dim=1)):  # [B, K]
+        for features, top_logits, rows, first in of_positions:
             states.append(state)
-            state = self.read(previous, state)
-            of_candidates = self.scores(
-                i,
-                features[:, i],
-                top_logits[:, i],
-                candidates,
-                state,
-            )
+            state = self.read(inputs_before, state)
+            of_candidates = self.scores(features, top_logits, rows, state)
             scores.append(of_candidates)
             if drawn is None:
                 choice = of_candidates.argmax(dim=-1)
             else:
                 temperature, uniforms = drawn
                 weights = (of_candidates.float() / temperature).softmax(dim=-1)
-                choice = pick(weights, uniforms[:, i])
-            previous = candidates.gather(1, choice[:, None]).squeeze(1)
-            token_ids.append(previous)
+                choice = pick(weights, uniforms[:, len(places)])
+            place = first + choice
+            places.append(place)
+            inputs_before = inputs.index_select(0, place)
         return Path(
-            torch.stack(token_ids, dim=1),
+            token_ids[torch.stack(places, dim=1)],
             top_ids,
             torch.stack(scores, dim=1),
             torch.stack(states, dim=1),
         )
 
 
-class CandidateSelector(CausalHead, nn.Module):
+class SelectorWeights(HeadWeights):
+    """The weights of DFlash2's selector."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        rank = config.selector_rank
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
+        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
+
+
+class SelectorHead(CausalHead):
     """DFlash2's: predecessor[previous token] * projected(hidden state) is scored with successor[candidate]."""
 
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.top_k = int(config.selector_top_k or 0)
-        self.state_size = int(config.selector_rank or 0)
-        shape = (config.vocab_size, self.state_size)
-        self.hidden_projection = nn.Linear(
-            config.hidden_size,
-            self.state_size,
-            bias=False,
-        )
-        self.predecessor_codebook = nn.Parameter(torch.zeros(shape))
-        self.successor_codebook = nn.Parameter(torch.zeros(shape))
+    field = "selector_rank"
 
-    @property
-    def rows(self) -> torch.Tensor:  # type: ignore[override]
-        """The successors."""
-        return self.successor_codebook
+    def __init__(self, drafter: Any, embed: Embed | None) -> None:
+        self.top_k = drafter.config.selector_top_k
+        self.state_size = drafter.config.selector_rank
+        self._weights = drafter.candidate_selector
+
+    @classmethod
+    def weights(cls, config: Any) -> dict[str, nn.Module]:
+        """`candidate_selector`."""
+        return {"candidate_selector": SelectorWeights(config)}
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The projected hidden states [..., E]."""
-        return self.hidden_projection(hidden_states)
+        return self._weights.hidden_projection(hidden_states)
 
-    def read(self, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The predecessor's row [..., E] alone."""
-        return self.predecessor_codebook[token_ids]
+    def rows(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The successors' rows, the same at all positions."""
+        return functional.embedding(token_ids, self._weights.successor_codebook)
+
+    def inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The predecessors' rows."""
+        return functional.embedding(token_ids, self._weights.predecessor_codebook)
+
+    def read(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The predecessors' rows alone."""
+        return inputs
 
     def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The product of both."""
@@ -170,28 +200,145 @@ class CandidateSelector(CausalHead, nn.Module):
 class DominoHead(CausalHead):
     """Domino's: a GRU reads the target's embeddings of the tokens chosen before."""
 
-    def __init__(
-        self, gru: PrefixGRU, projection: Any, embed: Callable[[torch.Tensor], torch.Tensor] | None, num_plain: int
-    ) -> None:
-        mix, _, table = projection
-        self.rows = table.weight  # not always a parameter: training in low rank computes it
-        self.top_k = min(DOMINO_TOP_K, len(self.rows))
-        self.state_size = gru.weight_hh_l0.shape[1]
-        self.num_plain = num_plain
-        self._gru = gru
+    field = "gru_hidden_dim"
+
+    def __init__(self, drafter: Any, embed: Embed | None) -> None:
+        mix, _, table = drafter.embed_proj
+        self._table = table.weight  # not always a parameter: training in low rank computes it
+        self.top_k = min(TOP_K, len(self._table))
+        self.state_size = drafter.config.gru_hidden_dim
+        self._num_plain = drafter.config.pure_draft_prefix_len
         self._embed: Any = embed
-        self._of_hidden, self._of_state = mix.weight.tensor_split([-self.state_size], dim=1)
+        gru = drafter.prefix_gru
+        # Of both gates in one matrix, and of the new state.
+        num_gates = 2 * self.state_size
+        self._gates_of_inputs, self._new_of_inputs = gru.weight_ih_l0.T.tensor_split([num_gates], dim=1)
+        self._gates_of_state, self._new_of_state = gru.weight_hh_l0.T.tensor_split([num_gates], dim=1)
+        self._of_hidden, self._of_state = mix.weight.T.tensor_split([-self.state_size])
+
+    @classmethod
+    def weights(cls, config: Any) -> dict[str, nn.Module]:
+        """`prefix_gru`, and `embed_proj`: the joint projection and the table of tokens."""
+        size = config.hidden_size
+        mix = nn.Linear(size + config.gru_hidden_dim, config.emb_dim, bias=False)
+        table = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
+        return {
+            "prefix_gru": PrefixGRU(size, config.gru_hidden_dim),
+            "embed_proj": nn.Sequential(mix, nn.SiLU(), table),
+        }
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The part of the projection [..., E] that does not depend on chosen tokens."""
-        return functional.linear(hidden_states, self._of_hidden)
+        return hidden_states @ self._of_hidden
 
-    def read(self, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The GRU's next state [..., H]."""
-        embeddings = self._embed(token_ids).to(state)
-        return self._gru(embeddings, state)
+    def rows(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The tokens' rows of the table, which are zero at the positions that the head leaves alone."""
+        is_scored = positions >= self._num_plain
+        rows = functional.embedding(token_ids, self._table)
+        return rows * is_scored[..., None, None]
+
+    def inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The target's embeddings of the tokens."""
+        return self._embed(token_ids).to(self._table)
+
+    def read(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The GRU's next state. Written out, because some devices have no `torch.gru_cell`."""
+        gates = torch.addmm(inputs @ self._gates_of_inputs, state, self._gates_of_state)
+        reset, update = gates.sigmoid().chunk(2, dim=1)
+        new = torch.addcmul(inputs @ self._new_of_inputs, reset, state @ self._new_of_state)
+        return torch.lerp(new.tanh(), state, update)
 
     def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The joint projection, activated."""
-        of_state = functional.linear(state, self._of_state)
-        return functional.silu(features + of_state)
+        return functional.silu(torch.addmm(features, state, self._of_state))
+
+
+class MarkovHead(CausalHead):
+    """DSpark's: a bias of the candidate after the previous token, in low rank. `gated` lets the hidden state weigh the rank.
+
+    Its confidence is learned beside it: the chance that the proposal is accepted.
+    """
+
+    field = "markov_rank"
+
+    def __init__(self, drafter: Any, embed: Embed | None) -> None:
+        config = drafter.config
+        weights = drafter.markov_head
+        self._before = weights.markov_w1.weight
+        self._after = weights.markov_w2.weight
+        self.top_k = min(TOP_K, len(self._after))
+        self.state_size = config.markov_rank
+        self._own_ids = None  # of the drafter's vocabulary, ascending
+        if drafter.d2t is not None:
+            self._own_ids = drafter.d2t + torch.arange(len(drafter.d2t), device=drafter.d2t.device)
+        self._gate = None
+        if config.markov_head_type == "gated":
+            self._gate = weights.gate_proj
+            self._gate_of_hidden, gate_of_state = self._gate.weight.tensor_split([config.hidden_size], dim=1)
+            self._gate_of_state = gate_of_state.T
+        self._confidence = drafter.confidence_head.proj if config.enable_confidence_head else None
+
+    @classmethod
+    def weights(cls, config: Any) -> dict[str, nn.Module]:
+        """`markov_head`, whose second matrix has the drafter's own vocabulary if there is one, and `confidence_head`."""
+        rank = config.markov_rank
+        size = config.hidden_size
+        markov = {
+            "markov_w1": nn.Embedding(config.vocab_size, rank),
+            "markov_w2": nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False),
+        }
+        if config.markov_head_type == "gated":
+            markov["gate_proj"] = nn.Linear(size + rank, rank)
+        modules: dict[str, nn.Module] = {"markov_head": nn.ModuleDict(markov)}
+        if config.enable_confidence_head:
+            width = size + rank if config.confidence_head_with_markov else size
+            modules["confidence_head"] = nn.ModuleDict({"proj": nn.Linear(width, 1)})
+        return modules
+
+    def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the gate takes from the hidden states; without a gate nothing reads them."""
+        if self._gate is None:
+            return hidden_states
+        return functional.linear(hidden_states, self._gate_of_hidden, self._gate.bias)
+
+    def rows(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The candidates' rows, the same at all positions. Tokens outside the drafter's vocabulary have that of another."""
+        if self._own_ids is not None:
+            places = torch.searchsorted(self._own_ids, token_ids)
+            token_ids = places.clamp(max=len(self._own_ids) - 1)
+        return functional.embedding(token_ids, self._after)
+
+    def inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The previous tokens' rows."""
+        return functional.embedding(token_ids, self._before)
+
+    def read(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The previous tokens' rows alone."""
+        return inputs
+
+    def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The previous tokens' rows, weighed by the gate."""
+        if self._gate is None:
+            return state
+        gate = torch.addmm(features, state, self._gate_of_state).sigmoid()
+        return gate * state
+
+    def confidences(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor | None:
+        """A linear function of the hidden states and, if it was trained so, of the previous tokens' rows."""
+        if self._confidence is None:
+            return None
+        known = hidden_states
+        if self._confidence.in_features > hidden_states.shape[-1]:
+            known = torch.cat([hidden_states, self.inputs(previous_ids)], dim=-1)
+        return self._confidence(known).squeeze(-1)
+
+
+HEADS: tuple[type[CausalHead], ...] = (SelectorHead, DominoHead, MarkovHead)
+
+
+def head_of(config: Any) -> type[CausalHead] | None:
+    """The head that a drafter with this config has; `None`: each position proposes its most probable token."""
+    for head in HEADS:
+        if getattr(config, head.field) is not None:
+            return head
+    return None

@@ -23,7 +23,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from .acceptance_dflash import Proposals
 from .attention_dflash import additive_mask, draft_sees
 from .configuration_dflash import DFlashConfig
-from .heads_dflash import CandidateSelector, CausalHead, DominoHead, PrefixGRU
+from .heads_dflash import CausalHead, Embed, HeadWeights, head_of
 from .layers_dflash import DFlashDecoderLayer, DFlashRMSNorm, GroupedDynamicCausalConv, rotation_of
 from .targets_dflash import InexactError, check_pair
 
@@ -75,7 +75,10 @@ class DFlashDraftModel(PreTrainedModel):
             self.layers.append(DFlashDecoderLayer(config, layer_idx))
         self.norm = DFlashRMSNorm(size, eps=eps)
         self.rotary_emb = qwen3.Qwen3RotaryEmbedding(config)
-        self._add_head(config)
+        self._head = head_of(config)
+        if self._head is not None:
+            for name, module in self._head.weights(config).items():
+                self.add_module(name, module)
         num_own = config.draft_vocab_size  # tokens of an own head
         self.lm_head = None if num_own is None else nn.Linear(size, num_own, bias=False)
         # Token i of the own head is token i + d2t[i] of the target.
@@ -86,29 +89,6 @@ class DFlashDraftModel(PreTrainedModel):
             self._keys_to_ignore_on_load_unexpected = config.reader.COPIES_OF_THE_TARGET.get(config.dialect)
         self.post_init()
 
-    def _add_head(self, config: Any) -> None:
-        """Adds the weights of DFlash2's or Domino's head, if the drafter has one."""
-        self.candidate_selector = None if config.selector_rank is None else CandidateSelector(config)
-        self.prefix_gru: PrefixGRU | None = None  # with `embed_proj` Domino's head
-        if config.gru_hidden_dim is not None:
-            size = config.hidden_size
-            self.prefix_gru = PrefixGRU(size, config.gru_hidden_dim)
-            mix = nn.Linear(
-                size + config.gru_hidden_dim,
-                config.emb_dim,
-                bias=False,
-            )
-            table = nn.Linear(
-                config.emb_dim,
-                config.vocab_size,
-                bias=False,
-            )
-            self.embed_proj = nn.Sequential(
-                mix,
-                nn.SiLU(),
-                table,
-            )
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialises convolutions as the identity, so that DFlash2 starts as DFlash, and the rest as transformers does."""
@@ -116,7 +96,7 @@ class DFlashDraftModel(PreTrainedModel):
         if isinstance(module, GroupedDynamicCausalConv):
             module.base_kernel.zero_()[:, 0] = 1.0
             module.kernel_projection.weight.zero_()
-        if isinstance(module, (CandidateSelector, PrefixGRU)):
+        if isinstance(module, HeadWeights):
             for weight in module.parameters(recurse=False):
                 weight.normal_(std=self.config.initializer_range)
 
@@ -317,16 +297,13 @@ class DFlashDraftModel(PreTrainedModel):
             logits,
         )
 
-    def causal_head(self, embed: Callable[[torch.Tensor], torch.Tensor] | None) -> CausalHead | None:
-        """DFlash2's or Domino's head, which reads the target's embeddings by `embed`; `None`: a position proposes its argmax."""
-        if self.prefix_gru is None:
-            return self.candidate_selector
-        return DominoHead(
-            self.prefix_gru,
-            self.embed_proj,
-            embed,
-            self.config.pure_draft_prefix_len,
-        )
+    def head_names(self) -> list[str]:
+        """The names of the modules that belong to the head, in the order in which it adds them."""
+        return [] if self._head is None else list(self._head.weights(self.config))
+
+    def causal_head(self, embed: Embed | None) -> CausalHead | None:
+        """The head, which may read the target's embeddings by `embed`; `None`: a position proposes its argmax."""
+        return None if self._head is None else self._head(self, embed)
 
     @torch.no_grad()
     def propose(
@@ -335,7 +312,7 @@ class DFlashDraftModel(PreTrainedModel):
         anchors: torch.Tensor,  # [B, 1]
         head: Callable[[torch.Tensor], torch.Tensor],
         drawn: tuple[float, torch.Tensor] | None = None,  # temperature, and uniforms [B, R]
-        embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        embed: Embed | None = None,
     ) -> Proposals:
         """The tokens that a block's hidden states propose after the anchor.
 
@@ -360,7 +337,14 @@ class DFlashDraftModel(PreTrainedModel):
             token_ids = path.token_ids
         is_finite = best.isfinite().all(dim=-1)
         proposals = Proposals(token_ids.to(device), is_finite=is_finite)
-        if causal_head is None or drawn is None:
+        if causal_head is None:
+            return proposals
+        previous_ids = torch.cat([anchors.to(token_ids.device), token_ids[:, :-1]], dim=1)
+        confidences = causal_head.confidences(hidden_states, previous_ids)
+        if confidences is not None:
+            confidences = confidences.float().sigmoid().to(device)
+            proposals = replace(proposals, confidences=confidences)
+        if drawn is None:
             return proposals
         temperature, _ = drawn
         probabilities = (path.scores.float() / temperature).softmax(dim=-1)

@@ -1,5 +1,6 @@
 """A new drafter in the target's shape, with the taps, the block and the rope that the target asks for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,8 +109,7 @@ def new_drafter(
     }
     shape |= window_fields(num_hidden_layers, sliding_window) | fields
     drafter = DFlashDraftModel(DFlashConfig(**shape))
-    if drafter.prefix_gru is not None:
-        begin_domino(drafter, target)
+    begin_head(drafter, target)
     if from_target:
         begin_at_target(drafter, target)
     return drafter
@@ -152,6 +152,19 @@ def _copy(source: nn.Module, name: str, weight: Tensor) -> bool:
     return True
 
 
+def begin_head(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
+    """Lets a head that chooses token by token begin as well as is known for its kind; others keep their random weights."""
+    for name in drafter.head_names():
+        if name in BEGINNINGS:
+            BEGINNINGS[name](drafter, target)
+
+
+@torch.no_grad()
+def begin_dspark(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
+    """Lets DSpark's head begin without effect: no token is more likely after another one."""
+    drafter.get_parameter("markov_head.markov_w2.weight").zero_()
+
+
 @torch.no_grad()
 def begin_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     """Lets Domino's head begin without effect, with the knowledge of the target's head in its table of tokens.
@@ -175,6 +188,13 @@ def begin_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     largest = strongest.gather(0, strongest.abs().argmax(dim=0, keepdim=True))
     projections = head @ (strongest * largest.sign())
     rows.copy_(projections * (TABLE_STD / projections.std()))
+
+
+# By the name of a head's module.
+BEGINNINGS: dict[str, Callable[[DFlashDraftModel, PreTrainedModel], None]] = {
+    "embed_proj": begin_domino,
+    "markov_head": begin_dspark,
+}
 
 
 def _target_weight(module: nn.Module, name: str) -> Tensor | None:

@@ -29,7 +29,7 @@ from .data_checks import check_mask_token, check_tokenizer, usable
 from .device import computes_in_bf16
 from .encoding_cache import cached_examples
 from .examples import Example, Examples, Prompts, has_rejected, selected
-from .initialization import BLOCK_SIZE, begin_domino, find_mask_token, new_drafter, window_fields
+from .initialization import BLOCK_SIZE, begin_head, find_mask_token, new_drafter, window_fields
 from .settings import DRAFTER, PARTS, Facts, TrainingSettings
 from .sources import Source, read_rows
 
@@ -38,7 +38,7 @@ from .sources import Source, read_rows
 SHORTEST_PROMPT = 8
 
 # Settings that change a drafter of `init`, and settings that add a part to it. A part begins without effect (convolutions,
-# Domino's head) or with little (the selector). All other settings of a shape are for new drafters.
+# Domino's and DSpark's heads) or with little (the selector). All other settings of a shape are for new drafters.
 CHANGEABLE = ("block_size", "mask_token_id", "is_causal")
 ADDABLE = (
     "conv_kernel_size",
@@ -48,9 +48,12 @@ ADDABLE = (
     "gru_hidden_dim",
     "emb_dim",
     "pure_draft_prefix_len",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
 )
-PART_NAMES = ("_conv.", "candidate_selector.", "prefix_gru.", "embed_proj.")  # in the names of their weights
-NOT_A_SHAPE = ("init", "from_target", "freeze_init", "sliding_window", *CHANGEABLE)
+NOT_A_SHAPE = ("init", "head", "from_target", "freeze_init", "sliding_window", *CHANGEABLE)
 SHAPE = [
     setting.name
     for setting in fields(TrainingSettings)
@@ -367,12 +370,12 @@ def _changed_drafter(
             "with a new drafter."
         )
     weights = start.state_dict()
-    parts = {name for name in weights if any(part in name for part in PART_NAMES)}
+    modules = start.head_names()
+    parts = {name for name in weights if "_conv." in name or name.split(".")[0] in modules}
     if settings.freeze_init and not added and not parts:
         raise ValueError(
-            f"freeze_init: init={settings.init!r} has no part of DFlash2 or Domino and is given none, so nothing would be "
-            "trained: give gru_hidden_dim and emb_dim, selector_rank and selector_top_k, or conv_kernel_size and "
-            "conv_group_size, or leave it out."
+            f"freeze_init: init={settings.init!r} has no part of DFlash2, Domino or DSpark and is given none, so nothing would "
+            "be trained: give head, or conv_kernel_size and conv_group_size, or leave it out."
         )
     if added and settings.lora_rank is not None:
         raise ValueError(
@@ -386,18 +389,16 @@ def _changed_drafter(
                 f"init={settings.init!r} reads them scaled: leave it out."
             )
         changes["input_embedding_scale"] = 1.0
-    if "gru_hidden_dim" in added:
-        changes |= {"projector_type": "domino", "shift_label": config.sample_from_anchor}
     if settings.sliding_window is not None:
         changes |= window_fields(config.num_hidden_layers, settings.sliding_window)
     drafter = start
     if changes or added:
         for name, value in (changes | added).items():
             setattr(config, name, value)
+        config.complete()
         config.dflash_config = {}  # the older copy of the same fields
         drafter = DFlashDraftModel(config)
-        if "emb_dim" in added:
-            begin_domino(drafter, target)
+        begin_head(drafter, target)
         drafter.load_state_dict(drafter.state_dict() | weights)
     if settings.freeze_init:
         frozen = weights.keys() if added else weights.keys() - parts

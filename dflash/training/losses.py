@@ -222,27 +222,35 @@ def head_loss(
     candidates: Candidates,
     labels: Tensor,  # [M]
     weights: Tensor,  # [M]
+    previous: Tensor,  # [M], the true tokens before the labels
 ) -> Tensor:
     """The weighted cross entropy, summed, of a causal head's choice among each row's candidates after the true tokens.
 
-    A row counts nothing if its label is not among its candidates. The loss trains the head alone: the rest of the drafter
-    learns what it would without one.
+    A row counts nothing if its label is not among its candidates. If the head has a confidence, the binary cross entropy of
+    its greedy choice being the label is added, for all rows. The loss trains the head alone: the rest of the drafter learns
+    what it would without one.
     """
 
     def chunk(*parts: Tensor) -> Tensor:
-        hidden, state, position, logits, token_ids, wanted, weight = parts
+        hidden, state, position, logits, token_ids, wanted, weight, before = parts
         features = head.features(hidden)
         scores = head.scores(
-            position[:, None],
             features,
             logits.to(hidden.dtype),
-            token_ids,
+            head.rows(token_ids, position),
             state,
         )
         hits = token_ids == wanted[:, None]  # [m, K]
         choices = hits.int().argmax(dim=1)
-        losses = functional.cross_entropy(_wide(scores), choices, reduction="none")
-        return (losses * weight * hits.any(dim=1)).sum()
+        losses = functional.cross_entropy(_wide(scores), choices, reduction="none") * hits.any(dim=1)
+        confidences = head.confidences(hidden, before)
+        if confidences is not None:
+            is_right = hits.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)
+            confidences = _wide(confidences)
+            losses = losses + functional.binary_cross_entropy_with_logits(
+                confidences, is_right.to(confidences), reduction="none"
+            )
+        return (losses * weight).sum()
 
     columns = (
         hidden_states.detach(),
@@ -252,9 +260,10 @@ def head_loss(
         candidates.token_ids,
         labels,
         weights,
+        previous,
     )
     total = hidden_states.new_zeros((), dtype=torch.float32)
-    rank = head.rows.shape[1]
+    rank = head.rows(candidates.token_ids[:1], positions[:1]).shape[-1]
     num_candidates = candidates.token_ids.shape[1]
     chunk_rows = max(1, CHUNK_LOGITS // (rank * num_candidates))
     chunks = [column.split(chunk_rows) for column in columns]

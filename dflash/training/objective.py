@@ -118,6 +118,7 @@ class DrafterLoss:
                 losses.candidates,
                 labels,
                 losses.weights,
+                learned.gather(tokens),
             )
         is_correct = learned.scatter(losses.is_correct)
         return loss_sum, count_drafts(
@@ -150,10 +151,11 @@ class DrafterLoss:
 
 def _states_after(causal_head: Any, token_ids: Tensor) -> Tensor:
     """The states [G, P, H] of a causal head after each of the blocks' tokens [G, P]."""
-    state = causal_head.rows.new_zeros(len(token_ids), causal_head.state_size)
+    inputs = causal_head.inputs(token_ids)
+    state = inputs.new_zeros(len(token_ids), causal_head.state_size)
     states = []
-    for previous in token_ids.unbind(dim=1):
-        state = causal_head.read(previous, state)
+    for inputs_of_token in inputs.unbind(dim=1):
+        state = causal_head.read(inputs_of_token, state)
         states.append(state)
     return torch.stack(states, dim=1)
 

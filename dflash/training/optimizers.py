@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 # Ends of the names of matrices whose rows are looked up by token.
-TABLES = ("codebook", "embed_proj.2.weight")
+TABLES = ("codebook", "embed_proj.2.weight", "markov_w1.weight", "markov_w2.weight")
 
 
 def build_optimizers(
@@ -18,7 +18,7 @@ def build_optimizers(
     """The optimisers of all weights: Muon for the matrices if it has a rate, and AdamW, in groups, for the rest.
 
     - Matrices: Muon, scaled so that its updates are as large as AdamW's, or AdamW at `learning_rate`.
-    - Codebooks and Domino's table, which are looked up by token: AdamW at the matrices' rate. Muon would mix the rows of
+    - Codebooks and the tables of Domino and DSpark, which are looked up by token: AdamW at the matrices' rate. Muon would mix the rows of
       unrelated tokens, and a tenth of its rate learns less (vllm-project/speculators, 866 and 1066).
     - Norms, biases and kernels: AdamW at `learning_rate`, without `weight_decay`.
     """

@@ -16,22 +16,44 @@ Facts = dict[str, Any]  # names and values, as JSON holds them
 
 LossName = Literal["ce", "forward_kl"]
 PositionWeights = Literal["decay", "dpace"]
-RecipeName = Literal["short", "paper"]
+RecipeName = Literal["short", "paper", "jetspec"]
+HeadName = Literal["selector", "domino", "dspark"]
+MarkovHeadType = Literal["vanilla", "gated"]
 Precision = Literal["bf16", "no"]
 TargetDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 # Defaults that differ between recipes. The Muon rate is that of a drafter with `RECIPE_WIDTH` hidden channels.
 # short: for runs of hundreds or thousands of steps. paper: appendix A.1 of DFlash, for 800 K samples and 6 epochs.
 RECIPES: dict[str, Facts] = {
-    "short": {"learning_rate": 2e-3, "muon_learning_rate": 2e-2, "position_weights": "dpace", "from_target": True},
-    "paper": {"learning_rate": 6e-4, "muon_learning_rate": 0.0, "position_weights": "decay", "from_target": False},
+    "short": {
+        "learning_rate": 2e-3,
+        "muon_learning_rate": 2e-2,
+        "loss": "ce",
+        "position_weights": "dpace",
+        "from_target": True,
+    },
+    "paper": {
+        "learning_rate": 6e-4,
+        "muon_learning_rate": 0.0,
+        "loss": "ce",
+        "position_weights": "decay",
+        "from_target": False,
+    },
 }
+# jetspec: short, for a drafter that is causal in its block and learns the target's distribution, as JetSpec's do.
+RECIPES["jetspec"] = RECIPES["short"] | {"is_causal": True, "loss": "forward_kl"}
 RECIPE_WIDTH = 128
+# The published size of each head.
+HEAD_SIZES: dict[str, Facts] = {
+    "selector": {"selector_rank": 256, "selector_top_k": 16},
+    "domino": {"gru_hidden_dim": 1024, "emb_dim": 256},
+    "dspark": {"markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True},
+}
 LATE = ("muon_learning_rate", "from_target")  # their defaults depend on the drafter too
 POSITIVE = ("learning_rate", "max_grad_norm", "gamma")
 
 DRAFTER = "The drafter's shape"
-PARTS = "Its parts of DFlash2 or Domino"
+PARTS = "Its parts of DFlash2, Domino or DSpark"
 TARGET = "The target"
 LOSS = "What is learned"
 DATA = "The data"
@@ -59,7 +81,8 @@ class TrainingSettings:
     recipe: RecipeName = _setting(
         None,
         STEPS,
-        "short: Muon, D-PACE; paper: AdamW, for 800 K texts or --init. Default: short, or paper with --init.",
+        "short: Muon, D-PACE; paper: AdamW, for 800 K texts or --init; jetspec: short, causal in the block, forward KL. Default: "
+        "short, or paper with --init.",
     )
     steps: int | None = _setting(None, STEPS, "Optimiser steps, in as many epochs as they take. Default: --epochs.", 1)
     epochs: int = _setting(6, STEPS, "Passes over the data, where --steps is not given.", 1)
@@ -74,6 +97,11 @@ class TrainingSettings:
     block_size: int | None = _setting(None, DRAFTER, "Tokens of a block with anchor. Default: 16, or --init's.", 1)
     sliding_window: int | None = _setting(None, DRAFTER, "Positions that each layer sees. Default: all.", 1)
     is_causal: bool | None = _setting(None, DRAFTER, "Causal inside the block. Default: in sliding layers alone.")
+    head: HeadName | None = _setting(
+        None,
+        PARTS,
+        "A head that chooses token by token, in its published size, unless the settings of the head say another.",
+    )
     conv_kernel_size: int | None = _setting(
         None, PARTS, "DFlash2: positions mixed into one; published: 2. Default: no mixing, or as trained.", 1
     )
@@ -97,6 +125,18 @@ class TrainingSettings:
         "Domino: first proposals that its head leaves alone. Default: 1, as published and as SGLang takes it.",
         0,
     )
+    markov_rank: int | None = _setting(
+        None, PARTS, "DSpark: rank of the bias of each token after another; published: 256. Default: no such head.", 1
+    )
+    markov_head_type: MarkovHeadType | None = _setting(
+        None, PARTS, "DSpark: gated lets the hidden state weigh the rank. Default: vanilla, which does not."
+    )
+    enable_confidence_head: bool | None = _setting(
+        None, PARTS, "DSpark: learn the chance that each proposal is accepted. Default: with --head dspark."
+    )
+    confidence_head_with_markov: bool | None = _setting(
+        None, PARTS, "DSpark: the confidence reads the previous token, too. Default: as the confidence."
+    )
     freeze_init: bool = _setting(
         False, PARTS, "Train only the parts added to a trained drafter, or, if none is added, those that it has."
     )
@@ -110,7 +150,9 @@ class TrainingSettings:
     trust_remote_code: bool = _setting(
         False, TARGET, "Run code that the target's repository holds. Read it first.", is_free=True
     )
-    loss: LossName = _setting("ce", LOSS, "ce: the data's tokens; forward_kl: the target's distribution.")
+    loss: LossName = _setting(
+        None, LOSS, "ce: the data's tokens; forward_kl: the target's distribution. Default: ce, or by recipe."
+    )
     position_weights: PositionWeights = _setting(
         None, LOSS, "Along a block: exponential or D-PACE. Default: by recipe."
     )
@@ -118,7 +160,7 @@ class TrainingSettings:
         None, LOSS, "Decay of the exponential, which it asks for. Default: the paper's for the block size."
     )
     dpace_alpha: float = _setting(0.5, LOSS, "D-PACE: least chance of acceptance that is assumed, above 0.")
-    selector_weight: float = _setting(1.0, LOSS, "Weight of the loss of DFlash2's selector or Domino's head.", 0)
+    selector_weight: float = _setting(1.0, LOSS, "Weight of the loss of the head that chooses token by token.", 0)
     num_anchors: int = _setting(512, LOSS, "Blocks per sequence, at most.", 1)
     rejected_share: float = _setting(0.0, LOSS, "Share of the blocks at recorded rejections, where data has them.", 0)
     seed: int = _setting(0, LOSS, "Seed of the first weights, the order of the data and the anchors.", 0)
@@ -194,6 +236,11 @@ class TrainingSettings:
             self._set("recipe", "short" if self.init is None else "paper")
         if self.gamma is not None and self.position_weights is None:
             self._set("position_weights", "decay")
+        for name, value in HEAD_SIZES.get(self.head or "", {}).items():
+            if getattr(self, name) is None:
+                self._set(name, value)
+        if self.enable_confidence_head and self.confidence_head_with_markov is None:
+            self._set("confidence_head_with_markov", True)
         for name, value in RECIPES.get(self.recipe, {}).items():
             if getattr(self, name) is None and name not in LATE:
                 self._set(name, value)

@@ -104,8 +104,8 @@ def test_captured_batches_of_any_size_share_a_graph(pair: Pair) -> None:
 @pytest.mark.usefixtures("_captured")
 @pytest.mark.parametrize(
     "head",
-    [{"selector_rank": 4, "selector_top_k": 5}, {"gru_hidden_dim": 6, "emb_dim": 4}],
-    ids=["selector", "Domino"],
+    [{"selector_rank": 4, "selector_top_k": 5}, {"gru_hidden_dim": 6, "emb_dim": 4}, {"markov_rank": 4}],
+    ids=["selector", "Domino", "DSpark"],
 )
 def test_a_causal_head_is_captured(head: dict[str, int], pair: Pair) -> None:
     """Promise: its proposals are the eager ones, which the first step is compared with."""

@@ -313,9 +313,10 @@ def test_a_drafter_with_a_window_is_recorded(pair: Pair, recorder: PlayedRecorde
     [
         ({"selector_rank": 4, "selector_top_k": 5}, {}),
         ({"gru_hidden_dim": 6, "emb_dim": 4}, {}),
+        ({"markov_rank": 4, "enable_confidence_head": True}, {}),
         ({}, {"draft_window": (4, 12)}),
     ],
-    ids=["selector", "Domino", "window"],
+    ids=["selector", "Domino", "DSpark", "window"],
 )
 def test_recorded_proposals_are_the_eager_ones(
     pair: Pair, recorder: PlayedRecorder, fields: Any, keywords: Any, monkeypatch: pytest.MonkeyPatch

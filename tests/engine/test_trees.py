@@ -101,6 +101,7 @@ HEADS = {
     "selector": {"selector_rank": 4, "selector_top_k": 5},
     "Domino": {"gru_hidden_dim": 6, "emb_dim": 4},
     "Domino, but for the first": {"gru_hidden_dim": 6, "emb_dim": 4, "pure_draft_prefix_len": 1},
+    "DSpark": {"markov_rank": 4, "markov_head_type": "gated", "enable_confidence_head": True},
 }
 
 
@@ -108,7 +109,7 @@ def deciding_drafter(head: str, **overrides: Any) -> Any:
     """A drafter whose causal head decides: its weights are large."""
     drafter = make_drafter(**HEADS[head], **overrides)
     for name, weight in drafter.named_parameters():
-        if name.startswith(("candidate_selector", "prefix_gru", "embed_proj")):
+        if name.startswith(("candidate_selector", "prefix_gru", "embed_proj", "markov_head")):
             torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(len(name)))
     return drafter
 
@@ -133,14 +134,17 @@ def test_a_causal_heads_tree_is_the_likeliest_paths_after_the_anchor(head_name: 
     chain = drafter.propose(hidden_states[None], anchor[None], head, embed=embed).token_ids[0]
     of_chain = [start]
     for token_id in torch.cat([anchor, chain]):
-        of_chain.append(causal_head.read(token_id[None], of_chain[-1]))
+        of_chain.append(causal_head.read(causal_head.inputs(token_id[None]), of_chain[-1]))
     chances = {}
     for path in itertools.product(range(5), repeat=3):
         total, previous = 0.0, anchor
         for d, i in enumerate(path):
-            state = causal_head.read(previous, of_chain[d])  # of the tokens before its parent, it knows the chain's
-            of_position = features[d, None], logits[d, None], candidate_ids[d, None]
-            total += (causal_head.scores(d, *of_position, state) / 0.8).log_softmax(dim=-1)[0, i].item()
+            state = causal_head.read(
+                causal_head.inputs(previous), of_chain[d]
+            )  # of the tokens before its parent, it knows the chain's
+            rows = causal_head.rows(candidate_ids[d, None], torch.tensor([d]))
+            of_position = features[d, None], logits[d, None], rows
+            total += (causal_head.scores(*of_position, state) / 0.8).log_softmax(dim=-1)[0, i].item()
             previous = candidate_ids[d, i, None]
             chances[path[: d + 1]] = math.exp(total)
     tree = DraftTree.grown(positions_of(log_probs.tolist(), token_ids.tolist()), 40)

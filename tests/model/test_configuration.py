@@ -469,9 +469,14 @@ def test_default_taps_are_always_valid(num_layers: int, num_taps: int) -> None:
         ({"target_hidden_size": 64}, ["target_hidden_size=64", "hidden_size=32"]),
         ({"output_multiplier": 2.0, "dflash_config": {"output_multiplier": 3.0}}, ["output_multiplier", "2.0", "3.0"]),
         ({"final_logit_softcapping": 0.0}, ["final_logit_softcapping=0.0"]),
-        ({"markov_rank": 8}, ["markov_rank=8"]),
+        ({"markov_rank": 8, "markov_head_type": "rnn"}, ["markov_head_type='rnn'", "not supported"]),
+        (
+            {"markov_rank": 8, "selector_rank": 4, "selector_top_k": 4},
+            ["markov_rank=8", "selector_rank=4", "one of both"],
+        ),
+        ({"enable_confidence_head": True}, ["enable_confidence_head=True", "markov_rank=None"]),
         ({"dflash_config": {"projector_type": "domino"}}, ["projector_type=domino", "gru_hidden_dim=None"]),
-        ({"dflash_config": {"projector_type": "dspark"}}, ["projector_type='dspark'", "not supported"]),
+        ({"dflash_config": {"projector_type": "dspark"}}, ["projector_type=dspark", "markov_rank=None"]),
         ({"gru_hidden_dim": 8}, ["gru_hidden_dim=8", "emb_dim=None"]),
         (
             {"gru_hidden_dim": 8, "emb_dim": 4, "pure_draft_prefix_len": "2"},
@@ -480,6 +485,7 @@ def test_default_taps_are_always_valid(num_layers: int, num_taps: int) -> None:
         ({"gru_hidden_dim": 8, "emb_dim": 4, "pure_draft_prefix_len": -1}, ["pure_draft_prefix_len=-1", "from 0 on"]),
         ({"gru_hidden_dim": 8, "emb_dim": 4, "shift_label": "false"}, ["shift_label='false'", "without quotes"]),
         ({"gru_hidden_dim": 8, "emb_dim": 0}, ["emb_dim=0", "above 0"]),
+        ({"dflash_config": {"projector_type": "xpress"}}, ["projector_type='xpress'", "not supported"]),
         ({"shift_label": True}, ["shift_label=True", "Domino"]),
         (
             {"gru_hidden_dim": 8, "emb_dim": 4, "selector_rank": 4, "selector_top_k": 4},

@@ -294,6 +294,50 @@ def early_domino() -> Checkpoint:
     return replace(checkpoint, tensors=named)
 
 
+DSPARK_RANK = 3
+
+
+def dspark_tensors(is_gated: bool = False, size: int = VOCAB) -> dict[str, torch.Tensor]:
+    """DSpark's head under the names of DeepSpec, speculators and SpecForge."""
+    tensors = {
+        "markov_head.markov_w1.weight": noise(VOCAB, DSPARK_RANK, seed=61),
+        "markov_head.markov_w2.weight": noise(size, DSPARK_RANK, seed=62),
+        "confidence_head.proj.weight": noise(1, D + DSPARK_RANK, seed=63),
+        "confidence_head.proj.bias": noise(1, seed=64),
+    }
+    if is_gated:
+        tensors["markov_head.gate_proj.weight"] = noise(DSPARK_RANK, D + DSPARK_RANK, seed=65)
+        tensors["markov_head.gate_proj.bias"] = noise(DSPARK_RANK, seed=66)
+    return tensors
+
+
+def specforge_dspark() -> Checkpoint:
+    """SpecForge's DSpark, whose anchor proposes without a word about it; the gate reads hidden states."""
+    weights = canonical() | dspark_tensors(is_gated=True)
+    nested = {
+        "mask_token_id": MASK, "target_layer_ids": TAPS, "projector_type": "dspark", "attention_mode": "gqa",
+        "markov_rank": DSPARK_RANK, "markov_head_type": "gated", "confidence_head_alpha": 1.0,
+        "confidence_head_with_markov": True,
+    }  # fmt: skip
+    fields = zlab(architectures=["DSparkDraftModel"], auto_map=..., dflash_config=nested, tie_word_embeddings=False)
+    return Checkpoint(ZLAB, fields, weights, weights, theta=1e6, first_row=0)
+
+
+def modelopt_dspark() -> Checkpoint:
+    """ModelOpt's DSpark, whose tensors have no prefix."""
+    weights = canonical() | dspark_tensors()
+    nested = {
+        "mask_token_id": MASK, "target_layer_ids": TAPS, "projector_type": "dspark", "shift_label": True, "causal": False,
+        "markov_rank": DSPARK_RANK, "markov_head_type": "vanilla", "use_confidence_head": True,
+    }  # fmt: skip
+    fields = zlab(dflash_config=nested, auto_map=..., tie_word_embeddings=False)
+    tensors = {
+        name.removeprefix("markov_head.").replace("confidence_head.proj", "confidence_proj"): tensor
+        for name, tensor in weights.items()
+    }
+    return Checkpoint(ZLAB, fields, tensors, weights, is_causal=False, theta=1e6, first_row=0)
+
+
 def modelopt() -> Checkpoint:
     """ModelOpt's export: all layers are called full, and two nested fields say that they slide and are not causal."""
     weights = canonical()
@@ -423,6 +467,27 @@ def deepspec() -> Checkpoint:
     return Checkpoint(DEEPSPEC, fields, tensors, weights, theta=1e6, first_row=0)
 
 
+def speculators_dspark() -> Checkpoint:
+    """A reduced vocabulary, which the second matrix has, too; the anchor proposes."""
+    first = speculators_reduced()
+    own = dspark_tensors(size=len(SAID))
+    form = {"speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"], "markov_rank": DSPARK_RANK}
+    fields = first.fields | form | {"sample_from_anchor": True}
+    return replace(first, fields=fields, tensors=first.tensors | own, meant=first.meant | own, first_row=0)
+
+
+def deepspec_dspark() -> Checkpoint:
+    """DeepSeek's: flat; its confidence does not read the previous token."""
+    first = deepspec()
+    own = dspark_tensors()
+    own["confidence_head.proj.weight"] = noise(1, D, seed=63)
+    form = {
+        "markov_rank": DSPARK_RANK, "markov_head_type": "vanilla", "enable_confidence_head": True,
+        "confidence_head_with_markov": False,
+    }  # fmt: skip
+    return replace(first, fields=first.fields | form, tensors=first.tensors | own, meant=first.meant | own)
+
+
 def assistant() -> Checkpoint:
     """transformers' own layout: flat, no vocabulary, `encoder.` names, raw embedding rows, no causality."""
     weights = canonical()
@@ -450,14 +515,18 @@ DIALECTS: dict[str, Callable[[], Checkpoint]] = {
         domino,
         early_domino,
         specforge,
+        specforge_dspark,
         modelopt,
+        modelopt_dspark,
         modelopt_causal,
         jetspec,
         jetspec_bidirectional,
         speculators_reduced,
         speculators_full,
         speculators_dflash2,
+        speculators_dspark,
         deepspec,
+        deepspec_dspark,
         assistant,
     )
 }
@@ -760,6 +829,62 @@ def test_dominos_head_walks_as_written(maker: Callable[[], Checkpoint], tmp_path
     assert changed
 
 
+@pytest.mark.parametrize("maker", [specforge_dspark, modelopt_dspark, speculators_dspark, deepspec_dspark])
+def test_dsparks_head_computes_what_its_tools_compute(maker: Callable[[], Checkpoint], tmp_path: Path) -> None:
+    """Promise: logits with the bias of the previous token, the path, q and the confidence are those of the formula, to 1e-5."""
+    checkpoint = maker()
+    drafter = DFlashDraftModel.from_pretrained(checkpoint.write(tmp_path), dtype=torch.float32)
+    weights = {name: tensor.double() for name, tensor in checkpoint.meant.items()}
+    before, after = (weights[f"markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
+    states, head = noise(6, B, D, seed=41), target_head()
+    anchors = torch.tensor([[0], [3], [7], [11], [30], [39]])
+    uniforms = torch.rand(6, B, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    causal_head = drafter.causal_head(None)
+    assert causal_head is not None
+    causal_head.top_k = len(after)  # all tokens that the drafter can say, as the tools do
+    drafter.causal_head = lambda embed: causal_head  # type: ignore[method-assign, misc, assignment]
+    greedy = drafter.propose(states, anchors, lambda hidden: hidden @ head.T)
+    drawn = drafter.propose(states, anchors, lambda hidden: hidden @ head.T, (0.7, uniforms))
+    assert greedy.confidences is not None
+    assert drawn.candidate_ids is not None
+    assert drawn.probabilities is not None
+    changed = 0
+    for place, anchor in enumerate(anchors[:, 0].tolist()):
+        for proposals in (greedy, drawn):
+            previous = anchor
+            for row in range(B):
+                hidden = states[place, row].double()
+                rank = before[previous]
+                if "markov_head.gate_proj.weight" in weights:
+                    read = torch.cat([hidden, rank])
+                    gate = weights["markov_head.gate_proj.weight"] @ read + weights["markov_head.gate_proj.bias"]
+                    rank = gate.sigmoid() * rank
+                logits = checkpoint.head(hidden, head.double())
+                plain = int(logits.argmax())
+                own = SAID if len(after) < VOCAB else slice(None)
+                logits[own] = logits[own] + after @ rank
+                known = hidden
+                if len(weights["confidence_head.proj.weight"][0]) > D:
+                    known = torch.cat([hidden, before[previous]])
+                confidence = (
+                    weights["confidence_head.proj.weight"][0] @ known + weights["confidence_head.proj.bias"][0]
+                )
+                assert proposals.confidences is not None
+                torch.testing.assert_close(
+                    proposals.confidences[place, row].double(), confidence.sigmoid(), rtol=0, atol=1e-5
+                )
+                previous = int(proposals.token_ids[place, row])
+                if proposals is greedy:
+                    assert previous == int(logits.argmax())
+                    changed += previous != plain
+                else:
+                    q = torch.zeros(VOCAB, dtype=torch.float64)
+                    q[drawn.candidate_ids[place, row]] = drawn.probabilities[place, row].double()
+                    torch.testing.assert_close(q, (logits / 0.7).softmax(0), rtol=0, atol=1e-5)
+    assert changed
+    assert not torch.equal(greedy.token_ids, drawn.token_ids)
+
+
 def test_convolutions_stay_inside_their_block() -> None:
     """Promise: rows of two blocks in one forward (training) are two forwards of one block; a narrower block works too."""
     drafter = make_drafter(conv_kernel_size=3, conv_group_size=4, selector_rank=2, selector_top_k=2)
@@ -815,14 +940,17 @@ def test_converted_checkpoint_is_the_same_drafter(checkpoint: Checkpoint, tmp_pa
     assert torch.equal(hidden_states(again), hidden_states(first))
     fields = json.loads((written / "config.json").read_text())
     is_second = "candidate_selector.successor_codebook" in stored
-    assert fields["architectures"] == ["DFlash2DraftModel" if is_second else "DFlashDraftModel"]
+    name = "DFlash2DraftModel" if is_second else "DFlashDraftModel"
+    if "markov_head.markov_w1.weight" in stored:
+        name = "DSparkDraftModel"
+    assert fields["architectures"] == [name]
     assert fields["auto_map"]["AutoModel"] == "modeling_dflash.DFlashDraftModel"
     assert fields["model_type"] == "qwen3"
     for gone in (
         "transformer_layer_config",
         "aux_hidden_state_layer_ids",
         "num_anchors",
-        "markov_rank",
+        "attention_mode",
         "use_swa",
         "dialect",
     ):
@@ -1025,13 +1153,24 @@ def spoiled(change: Callable[[Checkpoint], Any], maker: Callable[[], Checkpoint]
     return checkpoint
 
 
+def transposed(name: str) -> Callable[[Checkpoint], None]:
+    """The change that transposes a tensor."""
+    return lambda checkpoint: checkpoint.tensors.update({name: checkpoint.tensors[name].T.contiguous()})
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "said"),
     [
         (spoiled(lambda c: c.fields["dflash_config"].update(attention_sink_bias=True)), "attention_sink_bias=True"),
         (spoiled(lambda c: c.fields["dflash_config"].update(attention_value_scale=0.6)), "attention_value_scale=0.6"),
         (spoiled(lambda c: c.fields.update(partial_rotary_factor=0.5)), "partial_rotary_factor=0.5"),
-        (spoiled(lambda c: c.fields.update(markov_rank=256), deepspec), "markov_rank=256"),
+        (spoiled(lambda c: c.fields.update(markov_head_type="rnn"), deepspec_dspark), "markov_head_type='rnn': it is not supported"),
+        (spoiled(lambda c: c.fields.update(markov_rank=4), deepspec_dspark), "mismatched keys: .*markov_head.markov_w1.weight"),
+        (spoiled(lambda c: c.fields.update(markov_rank=3), deepspec), "missing keys: markov_head.markov_w1.weight"),
+        (spoiled(transposed("markov_head.markov_w2.weight"), deepspec_dspark), "mismatched keys: .*markov_head.markov_w2.weight"),
+        (spoiled(lambda c: c.tensors.update({"markov_head.markov_w1.weight": noise(VOCAB + 1, 3)}), deepspec_dspark), "mismatched keys: .*markov_head.markov_w1"),
+        (spoiled(lambda c: c.tensors.pop("confidence_head.proj.weight"), deepspec_dspark), "missing keys: confidence_head.proj.weight"),
+        (spoiled(lambda c: c.fields["dflash_config"].pop("markov_rank"), specforge_dspark), "projector_type=dspark, .* markov_rank=None"),
         (spoiled(lambda c: c.fields["dflash_config"].update(shift_label=True), specforge), "shift_label=True"),
         (spoiled(lambda c: c.tensors.update(sinks=torch.zeros(HEADS))), "unexpected keys: sinks"),
         (spoiled(lambda c: c.tensors.update({"embed_tokens.weight": torch.zeros(VOCAB, D)})), "unexpected keys: embed_tokens"),

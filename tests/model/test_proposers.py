@@ -40,9 +40,12 @@ LAW = {
 
 
 DOMINO = {"gru_hidden_dim": 8, "emb_dim": 6}
+DSPARK = {"markov_rank": 8, "markov_head_type": "gated", "enable_confidence_head": True}
 
 
-@pytest.mark.parametrize("head", [{"selector_rank": 8, "selector_top_k": 3}, DOMINO], ids=["selector", "Domino"])
+@pytest.mark.parametrize(
+    "head", [{"selector_rank": 8, "selector_top_k": 3}, DOMINO, DSPARK], ids=["selector", "Domino", "DSpark"]
+)
 @pytest.mark.parametrize("verification", ["auto", "match", "rejection", "block"])
 def test_drawn_proposals_keep_the_targets_distribution(verification: str, head: dict[str, int]) -> None:
     """Promise: text sampled with a causal head's draws has the distribution of ancestral sampling, under every rule."""

@@ -261,15 +261,21 @@ def test_no_rows_give_a_zero_loss() -> None:
 
 SELECTOR = {"selector_rank": 3, "selector_top_k": 4}
 DOMINO = {"gru_hidden_dim": 5, "emb_dim": 3, "pure_draft_prefix_len": 1}
+DSPARK = {
+    "markov_rank": 3,
+    "markov_head_type": "gated",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
 
 
-@pytest.mark.parametrize("fields", [SELECTOR, DOMINO], ids=["selector", "Domino"])
+@pytest.mark.parametrize("fields", [SELECTOR, DOMINO, DSPARK], ids=["selector", "Domino", "DSpark"])
 @pytest.mark.parametrize("chunk_rows", [3, 64])
 def test_a_heads_loss_and_gradients_equal_the_naive_ones(
     chunk_rows: int, fields: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dflash.training.losses.CHUNK_LOGITS", chunk_rows * 4 * 3)
-    monkeypatch.setattr("dflash.model.heads_dflash.DOMINO_TOP_K", 4)
+    monkeypatch.setattr("dflash.model.heads_dflash.TOP_K", 4)
     torch.manual_seed(0)
     shape = {
         "vocab_size": VOCAB,
@@ -280,7 +286,7 @@ def test_a_heads_loss_and_gradients_equal_the_naive_ones(
     }
     taps = {"num_hidden_layers": 1, "block_size": 4, "mask_token_id": 0, "num_target_layers": 4}
     drafter = DFlashDraftModel(DFlashConfig(**shape, **taps, **fields)).double()
-    parts = {name: part for name, part in drafter.named_parameters() if name.startswith(("cand", "prefix", "embed"))}
+    parts = {name: part for name, part in drafter.named_parameters() if name.split(".")[0] in drafter.head_names()}
     for parameter in parts.values():
         torch.nn.init.normal_(parameter)
     embeddings, gru = torch.randn(VOCAB, WIDTH).double(), torch.nn.GRU(WIDTH, 5, bias=False, batch_first=True)
@@ -296,17 +302,25 @@ def test_a_heads_loss_and_gradients_equal_the_naive_ones(
     candidates = rows.candidates
     assert isinstance(candidates, Candidates)
     assert not candidates.logits.requires_grad
-    states = causal_head.read(previous, hidden.new_zeros(ROWS, causal_head.state_size))
-    total = head_loss(causal_head, hidden, states, positions, candidates, labels, weights)
+    states = causal_head.read(causal_head.inputs(previous), hidden.new_zeros(ROWS, causal_head.state_size))
+    total = head_loss(causal_head, hidden, states, positions, candidates, labels, weights, previous)
 
     expected, num_hits = torch.zeros((), dtype=torch.float64), 0
     for row in range(ROWS):
         logits, state = (head @ hidden[row]).detach(), hidden[row].detach()
         ids = logits.topk(4).indices.tolist()
-        if int(labels[row]) not in ids:
-            continue
-        num_hits += 1
-        if "selector_rank" in fields:
+        is_hit = int(labels[row]) in ids
+        num_hits += is_hit
+        if "markov_rank" in fields:
+            rank, table = parts["markov_head.markov_w1.weight"][previous[row]], parts["markov_head.markov_w2.weight"]
+            known = torch.cat([state, rank])
+            gate = parts["markov_head.gate_proj.weight"] @ known + parts["markov_head.gate_proj.bias"]
+            vector = gate.sigmoid() * rank
+            chance = (parts["confidence_head.proj.weight"] @ known + parts["confidence_head.proj.bias"])[0].sigmoid()
+            best = max(ids, key=lambda i: (logits[i] + (vector * table[i]).sum()).item())
+            chance = chance if best == int(labels[row]) else 1 - chance
+            expected = expected - weights[row] * chance.log()
+        elif "selector_rank" in fields:
             selector = drafter.candidate_selector
             vector = selector.predecessor_codebook[previous[row]] * (selector.hidden_projection.weight @ state)
             table = selector.successor_codebook
@@ -314,6 +328,8 @@ def test_a_heads_loss_and_gradients_equal_the_naive_ones(
             read = gru(embeddings[previous[row]][None, None])[0][0, 0]
             vector = torch.nn.functional.silu(parts["embed_proj.0.weight"] @ torch.cat([state, read]))
             vector, table = vector * (positions[row] >= 1), parts["embed_proj.2.weight"]
+        if not is_hit:
+            continue
         scores = torch.stack([logits[i] + (vector * table[i]).sum() for i in ids])
         expected = expected - weights[row] * scores.log_softmax(0)[ids.index(int(labels[row]))]
     assert 0 < num_hits < ROWS

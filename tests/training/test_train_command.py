@@ -577,7 +577,7 @@ def test_a_warm_start_goes_on_from_the_weights_on_longer_text(run: Any, folder: 
     assert "has weights of its own shape: leave out num_hidden_layers" in err
 
 
-@pytest.mark.parametrize("added", ["selector", "conv", "domino"])
+@pytest.mark.parametrize("added", ["selector", "conv", "domino", "dspark"])
 def test_parts_are_added_to_a_trained_drafter_whose_weights_stay_if_asked(
     run: Any, folder: Path, tmp_path: Path, added: str
 ) -> None:
@@ -587,6 +587,7 @@ def test_parts_are_added_to_a_trained_drafter_whose_weights_stay_if_asked(
         "selector": {"selector_rank": 3, "selector_top_k": 4},
         "conv": {"conv_kernel_size": 2, "conv_group_size": 8},
         "domino": {"gru_hidden_dim": 6, "emb_dim": 4},
+        "dspark": {"head": "dspark", "markov_rank": 3},
     }
     kept = {name: value for name, value in TINY.items() if name not in ("num_hidden_layers", "block_size")}
     fast = {"held_out": 0, "learning_rate": 5e-3, "steps": 30}
@@ -600,7 +601,8 @@ def test_parts_are_added_to_a_trained_drafter_whose_weights_stay_if_asked(
     assert not all(torch.equal(free[name], tensor) for name, tensor in begun.items())
     parts = set(frozen) - set(begun)
     assert parts
-    named = {"domino": ("prefix_gru", "embed_proj")}.get(added, (added,))
+    modules = {"domino": ("prefix_gru", "embed_proj"), "dspark": ("markov_head", "confidence_head")}
+    named = modules.get(added, (added,))
     assert parts == {name for name in frozen if any(word in name for word in named)}
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -614,8 +616,9 @@ def test_parts_are_added_to_a_trained_drafter_whose_weights_stay_if_asked(
     assert {name for name, tensor in frozen.items() if not torch.equal(again[name], tensor)} == parts
     written = json.loads((second / "config.json").read_text())
     assert written["dflash_config"].get("pure_draft_prefix_len") == (1 if added == "domino" else None)
-    assert written["architectures"] == ["DFlashDraftModel" if added == "domino" else "DFlash2DraftModel"]
-    assert written["dflash_config"].get("projector_type") == ("domino" if added == "domino" else None)
+    names = {"domino": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+    assert written["architectures"] == [names.get(added, "DFlash2DraftModel")]
+    assert written["dflash_config"].get("projector_type") == (added if added in names else None)
 
     words = ["--output", tmp_path / "other", *flags(**kept | fast)]
     for more, said in (
@@ -633,7 +636,10 @@ def test_parts_are_added_to_a_trained_drafter_whose_weights_stay_if_asked(
             flags(init=first, lora_rank=2, **fields[added]),
             "lora_rank=2 changes matrices that are there and would leave what",
         ),
-        (flags(init=second, **fields[added]), f"leave out {', '.join(fields[added])}"),
+        (
+            flags(init=second, **fields[added]),
+            f"leave out {', '.join(name for name in fields[added] if name != 'head')}",
+        ),
         (flags(init=first, freeze_init=True, shard=True, **fields[added]), "freeze_init and shard"),
     ):
         status, _, err = run(*words, *more)

@@ -506,11 +506,15 @@ def test_the_memory_estimate_counts_a_mask_for_each_type_of_layer(target: PreTra
     assert estimated[1] - estimated[0] == 4 * scored
 
 
-@pytest.mark.parametrize("is_domino", [False, True])
-def test_each_weight_has_its_optimiser_rate_and_decay(target: PreTrainedModel, is_domino: bool) -> None:
+@pytest.mark.parametrize("head", ["selector", "domino", "dspark"])
+def test_each_weight_has_its_optimiser_rate_and_decay(target: PreTrainedModel, head: str) -> None:
     """Norms were decayed beside Muon, and it mixed the rows of codebooks, which are looked up by token."""
-    heads = ({"selector_rank": 3, "selector_top_k": 8}, {"gru_hidden_dim": 4, "emb_dim": 3})
-    shape = {"conv_kernel_size": 2, "conv_group_size": 8, **heads[is_domino]}
+    heads: dict[str, dict[str, Any]] = {
+        "selector": {"selector_rank": 3, "selector_top_k": 8},
+        "domino": {"gru_hidden_dim": 4, "emb_dim": 3},
+        "dspark": {"markov_rank": 3, "markov_head_type": "gated"},
+    }
+    shape: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": 8, **heads[head]}
     drafter = new_drafter(target, mask_token_id=MASK_ID, num_hidden_layers=1, block_size=4, **shape)
     names = {id(parameter): name for name, parameter in drafter.named_parameters()}
 
@@ -522,16 +526,18 @@ def test_each_weight_has_its_optimiser_rate_and_decay(target: PreTrainedModel, i
             for one, group in found
         ]
 
-    codebooks = {name for name in names.values() if name.endswith(("codebook", "embed_proj.2.weight"))}
-    others = {name for name in names.values() if name.endswith(("norm.weight", "layernorm.weight", "kernel"))}
+    codebooks = {
+        name for name in names.values() if name.endswith(("codebook", "embed_proj.2.weight", "w1.weight", "w2.weight"))
+    }
+    others = {name for name in names.values() if name.endswith(("norm.weight", "layernorm.weight", "kernel", "bias"))}
     matrices = {*names.values()} - codebooks - others
-    assert len(codebooks) == (1 if is_domino else 2)
-    of_head = (
-        {"prefix_gru.weight_hh_l0", "embed_proj.0.weight"}
-        if is_domino
-        else {"candidate_selector.hidden_projection.weight"}
-    )
-    assert {"fc.weight", "layers.0.mlp.up_proj.weight", *of_head} < matrices
+    assert len(codebooks) == (1 if head == "domino" else 2)
+    of_head = {
+        "selector": {"candidate_selector.hidden_projection.weight"},
+        "domino": {"prefix_gru.weight_hh_l0", "embed_proj.0.weight"},
+        "dspark": {"markov_head.gate_proj.weight"},
+    }
+    assert {"fc.weight", "layers.0.mlp.up_proj.weight", *of_head[head]} < matrices
     names_of = {rate: group_names(build_optimizers(drafter, 1e-3, 0.1, rate)) for rate in (None, 2e-3)}
     assert names_of == {
         None: ["adamw_matrices", "adamw_norms"],

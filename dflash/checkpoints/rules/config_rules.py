@@ -7,7 +7,7 @@ from typing import Any
 import dflash.dialects as dialects
 from dflash.common.messages import counted
 from dflash.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB
-from dflash.model.configuration_dflash import CAUSALITY_FIELDS, LARGEST_BLOCK, is_number
+from dflash.model.configuration_dflash import ARCHITECTURES, CAUSALITY_FIELDS, HEAD_FIELDS, LARGEST_BLOCK, is_number
 
 from .checkpoint_files import SPECIAL_TOKENS, Checkpoint, token_ids
 from .engine_readings import (
@@ -32,6 +32,7 @@ VARIANT_FIELDS: dict[str, tuple[tuple[Any, ...], tuple[str, ...], Severity]] = {
     "conv_kernel_size": ((None, 0), SERVERS, "error"),
     "selector_rank": ((None, 0), SERVERS, "error"),
     "projector_type": ((None,), ("sglang",), "error"),
+    "markov_rank": ((None, 0), SERVERS, "error"),
     "input_embedding_scale": ((None, 1), ("vllm",), "error"),
     "output_multiplier": ((None, 1), SERVERS, "warning"),
     "final_logit_softcapping": ((None, 0), SERVERS, "warning"),
@@ -323,7 +324,7 @@ def vocabulary(checkpoint: Checkpoint) -> Iterator[Finding]:
 def variant(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Fields that change what the drafter computes, where an engine does not read them."""
     projector = checkpoint.either("projector_type")
-    has_head = projector or checkpoint.either("selector_rank")
+    has_head = any(checkpoint.either(name) for name in ("projector_type", *HEAD_FIELDS))
     for name, (absent, readers, severity) in VARIANT_FIELDS.items():
         value = checkpoint.either(name)
         if value in absent:
@@ -347,10 +348,10 @@ def variant(checkpoint: Checkpoint) -> Iterator[Finding]:
             "train the head with 1.",
             ("sglang",),
         )
-    yield from _anchor(checkpoint, projector == "domino")
+    yield from _anchor(checkpoint, projector)
 
 
-def _anchor(checkpoint: Checkpoint, is_domino: bool) -> Iterator[Finding]:
+def _anchor(checkpoint: Checkpoint, projector: Any) -> Iterator[Finding]:
     """An anchor that proposes a token too."""
     declared = checkpoint.either("sample_from_anchor")
     is_implied = declared is None and checkpoint.form == DEEPSPEC
@@ -360,8 +361,10 @@ def _anchor(checkpoint: Checkpoint, is_domino: bool) -> Iterator[Finding]:
     why = f"{where}the anchor proposes too, so engines read every proposal one position off and accept few."
     fix = "load it with this package, which knows the form."
     readers = ["remote-code"]
-    if is_domino and checkpoint.nested.get("shift_label") is True:
+    if projector == "domino" and checkpoint.nested.get("shift_label") is True:
         readers.append("sglang")
+    if checkpoint.either("markov_rank"):  # with DSpark's head they expect it
+        readers += SERVERS
     yield error("sample_from_anchor", declared, why, fix, all_but(*readers))
 
 
@@ -403,11 +406,12 @@ def names(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     config = checkpoint.config
     if checkpoint.form != SPECULATORS:
-        is_second = checkpoint.either("conv_kernel_size") or checkpoint.either("selector_rank")
-        wanted = "DFlash2DraftModel" if is_second else "DFlashDraftModel"
+        named = [name for field, name in ARCHITECTURES.items() if checkpoint.either(field)]
+        wanted = named[0] if named else "DFlashDraftModel"
         classes = config.get("architectures")
         first = str(classes[0]) if isinstance(classes, list) and classes else ""
-        if first != wanted:
+        is_deepspecs = checkpoint.form == DEEPSPEC and first.endswith("DSparkModel")
+        if first != wanted and not is_deepspecs:
             is_known_to_vllm = first.startswith("DFlash") or first.endswith("DFlash")
             why = "engines find the drafter's class by this name."
             engines = ("sglang",) if is_known_to_vllm else SERVERS
