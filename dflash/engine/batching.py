@@ -1,0 +1,252 @@
+"""A batch whose sequences belong to requests of their own, and come and go one by one.
+
+Each request reads its prompt into caches of its own (`Member`). Then its row joins the batch (`Batch`), whose rows are drafted and
+verified together, and each is accepted by its own request's processors, uniforms and criteria. So a text is the one that
+its request gets alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from dflash.model.acceptance_dflash import Acceptor, Proposals
+from dflash.model.cache_dflash import PreallocatedLayer
+from dflash.model.decoding_dflash import Conversation, Decoder, EagerRunner
+from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer
+from dflash.model.requests_dflash import Request, check_masks
+from dflash.model.sequences_dflash import TextSequence
+from dflash.model.targets_dflash import InexactError
+
+from .lookup import LookupProposer
+from .runner import EngineDecoder
+from .trees import TreeAcceptor, TreeCache
+
+
+# Keywords that need a batch that stays as it is.
+FIXED_BATCH = ("compile", "conversation", "cuda_graph", "draft_tree", "token_streamer")
+
+
+# -- caches
+
+
+class RowCache(TreeCache):
+    """A cache to whose batch sequences of other caches can be added."""
+
+    def append_sequence(self, source: RowCache) -> None:
+        """Adds a copy of the only sequence of another cache of the same model."""
+        place = self.batch_size
+        lengths = self.lengths + source.lengths
+        for layer, own in zip(self.attention_layers(), source.attention_layers(), strict=True):
+            if own.is_initialized:  # else it reads the keys of another layer
+                _copy_sequence(own, layer, place)
+        for index, running in self._running.items():
+            running.forget()
+            whole = running.layer
+            own = source._running[index].layer
+            _append_states(own.conv_states, whole.conv_states)
+            _append_states(own.recurrent_states, whole.recurrent_states)
+        self._num_recorded = 0
+        self._set_lengths(lengths)
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Memory of a position of one sequence."""
+        num_bytes = 0
+        for layer in self.attention_layers():
+            if layer.is_initialized:
+                for states in (layer.keys, layer.values):
+                    num_bytes += states[0, :, 0].numel() * states.element_size()
+        return num_bytes
+
+
+def _copy_sequence(source: PreallocatedLayer, layer: PreallocatedLayer, place: int) -> None:
+    """Copies the first sequence of a layer to `place` of another, which gets room for it."""
+    num_missing = place + 1 - len(layer.keys)
+    if num_missing > 0:
+        num_added = max(num_missing, len(layer.keys))  # doubled, so that few sequences are copied again
+        padding = (0, 0, 0, 0, 0, 0, 0, num_added)
+        layer.keys = functional.pad(layer.keys, padding)
+        layer.values = functional.pad(layer.values, padding)
+    end = source.length
+    layer.reserve(end)
+    layer.keys[place, :, :end] = source.keys[0, :, :end]
+    layer.values[place, :, :end] = source.values[0, :, :end]
+
+
+def _append_states(source: dict[int, Any], whole: dict[int, Any]) -> None:
+    """Adds the sequence of a mixer's states to those of a batch."""
+    for index, state in source.items():
+        if state is not None:
+            whole[index] = torch.cat([whole[index], state])
+
+
+def append_context(context: DrafterContext, source: DrafterContext) -> None:
+    """Adds the only sequence of a drafter's context, of which nothing waits, to a batch."""
+    cache: Any = context.cache  # a `RowCache`
+    cache.append_sequence(source.cache)
+    waiting = context.waiting
+    features = functional.pad(waiting.features, (0, 0, 0, 0, 0, 1))
+    context.waiting = Context(features, [*waiting.num_real, 0])
+
+
+# -- a request
+
+
+class Member(EngineDecoder):
+    """One request of a batch. It reads its prompt alone, and its row is drafted and verified by the batch.
+
+    Attributes:
+        error (`Exception`, *optional*): Why its text has ended early, or ends with the batch's next step.
+    """
+
+    def __init__(
+        self, request: Request, acceptor: Acceptor, cut: Callable[[TextSequence, list[int]], list[int]]
+    ) -> None:
+        super().__init__(request, acceptor, cut)
+        keywords = {**vars(self.options), **vars(request)}
+        for name in FIXED_BATCH:
+            if keywords[name] not in (None, False, 0, "auto"):
+                fault = f"{name} needs a batch that stays as it is, and requests come and go"
+                raise InexactError(f"{fault}: leave it out.")
+        check_masks({"target": request.target, "drafter": request.drafter}, "pass one prompt at a time to generate")
+        # A window would need rows of its own; the drafter reads the whole text instead.
+        self.options = replace(self.options, draft_window=None)
+        self.error: Exception | None = None
+
+    def new_caches(self, num_sequences: int, length: int) -> tuple[RowCache, DrafterContext]:
+        """Empty caches that can join a batch."""
+        drafter = self.request.drafter
+        target_cache = RowCache(self.target.num_layers, length, num_sequences, mixers=self.target.mixers)
+        draft_cache = RowCache(drafter.config.num_hidden_layers, length, num_sequences)
+        return target_cache, DrafterContext(drafter, draft_cache)
+
+    def new_runner(self) -> EagerRunner:
+        """The runner that accepts the prompt's token."""
+        return Decoder.new_runner(self)
+
+    @property
+    def longest(self) -> int:
+        """Positions that the text and the last block may need."""
+        request = self.request
+        return request.input_ids.shape[1] + request.max_new_tokens + request.block_size
+
+
+# -- the batch
+
+
+class BatchUniforms:
+    """The uniforms of each row: those of its own request. Sequences have the numbers of their requests."""
+
+    def __init__(self, members: dict[int, Member]) -> None:
+        self.members = members
+
+    def __call__(self, number: int, start: int, count: int) -> torch.Tensor:
+        """As `PositionUniforms`."""
+        uniforms: torch.Tensor = self.members[number].acceptor.uniforms_of(0, start, count)
+        return uniforms
+
+    def fresh(self, sequences: Sequence[TextSequence], count: int, device: torch.device) -> torch.Tensor:
+        """As `PositionUniforms.fresh`."""
+        rows = []
+        for sequence in sequences:
+            member = self.members[sequence.index]
+            rows.append(member.acceptor.uniforms_of.fresh(member.sequences, count, device))
+        return torch.cat(rows)
+
+
+class BatchAcceptor(TreeAcceptor):
+    """Accepts each row as its own request does. All have the same settings."""
+
+    def __init__(self, request: Request, processors: Sequence[Any], members: dict[int, Member]) -> None:
+        super().__init__(request, [processors], lambda text_ids: False)
+        self.members = members
+        if self.uniforms_of is not None:
+            self.uniforms_of = BatchUniforms(members)
+
+    def process_sequence(self, scores: torch.Tensor, sequence: TextSequence, place: int, proposals: Proposals) -> None:
+        """As `Acceptor.process_sequence`. What fails ends this request alone."""
+        member = self.members[sequence.index]
+        try:
+            member.acceptor.process_sequence(scores, member.sequences[0], place, proposals)
+        except Exception as error:  # of any type: the processor raises it
+            member.error = error
+
+
+class Batch(Member):
+    """The rows of many requests, drafted and verified together.
+
+    Attributes:
+        members (`dict[int, Member]`): The requests of its rows, by number, which is the index of their sequence.
+    """
+
+    members: dict[int, Member]
+
+    def __init__(self, request: Request, acceptor: Acceptor, cut: Any = None) -> None:
+        self.members = {}
+        own = BatchAcceptor(request, acceptor.processors, self.members)
+        super().__init__(request, own, self._cut)
+
+    def _cut(self, sequence: TextSequence, token_ids: list[int]) -> list[int]:
+        """What a row's own request commits: nothing after an error."""
+        member = self.members[sequence.index]
+        if member.error is None:
+            try:
+                return member.cut(sequence, token_ids)
+            except Exception as error:  # of any type: a criterion raises it
+                member.error = error
+        sequence.is_done = True
+        return []
+
+    def break_off(self, sequence: TextSequence, code: int) -> None:
+        """Ends one request, because logits after its text were not finite."""
+        try:
+            super().break_off(sequence, code)
+        except ValueError as error:
+            self.members[sequence.index].error = error
+
+    def num_left(self, sequence: TextSequence) -> int:
+        """As `Decoder.num_left`, by the row's own request."""
+        return self.members[sequence.index].num_left(sequence)
+
+    def new_runner(self) -> EagerRunner:
+        """The runner of the batch's steps."""
+        return EngineDecoder.new_runner(self)
+
+    def _runner_class(self, drafts: DraftProposer) -> type[EagerRunner]:
+        return EagerRunner  # whole steps keep their batch
+
+    def admit(self, number: int, member: Member) -> None:
+        """Adds the row of a request whose prompt has been read."""
+        [own] = member.sequences
+        row = TextSequence(number, own.prompt_ids, own.new_ids)
+        conversation = member.conversation
+        conversation.context.absorb()  # a whole prompt, which would make the context of all rows as wide
+        if self.sequences:
+            cache: Any = self.conversation.target_cache  # a `RowCache`
+            cache.append_sequence(conversation.target_cache)
+            append_context(self.conversation.context, conversation.context)
+            self.anchors = torch.cat([self.anchors, member.anchors])
+        else:
+            self.conversation = conversation
+            self.runner = self.new_runner()
+            self.anchors = member.anchors
+        self.members[number] = member
+        self.sequences = [*self.sequences, row]
+        member.conversation = Conversation()  # its caches are the batch's
+
+    def leave(self, number: int) -> None:
+        """Forgets a request whose row has left."""
+        del self.members[number]
+        proposer = self.runner.proposer
+        if isinstance(proposer, LookupProposer):
+            proposer._lookups.pop(number, None)
+
+    def clear(self) -> None:
+        """Drops all rows and their caches."""
+        self.sequences = []
+        self.conversation = Conversation()
