@@ -47,7 +47,7 @@ class Texts:
     def generate(self, config: Any = None, **keywords: Any) -> list[Any]:
         settings = {"max_new_tokens": NEW_TOKENS, **GREEDY, **keywords}
         outputs = generate_batch(
-            self.drafter, self.prompts, self.target, continuous_batching_config=config or limits(), **settings
+            self.drafter, self.prompts, target=self.target, continuous_batching_config=config or limits(), **settings
         )
         return list(outputs.values())
 
@@ -96,7 +96,12 @@ def test_running_states_join_the_batch(family: str) -> None:
     drafter = scripted(target, prompts, **layers)
     ids = [prompt[0].tolist() for prompt in prompts]
     outputs = generate_batch(
-        drafter, ids, target, continuous_batching_config=limits(max_requests_per_batch=2), max_new_tokens=12, **GREEDY
+        drafter,
+        ids,
+        target=target,
+        continuous_batching_config=limits(max_requests_per_batch=2),
+        max_new_tokens=12,
+        **GREEDY,
     )
     for prompt, truth, output in zip(ids, drafter.truths, outputs.values(), strict=True):
         assert output.generated_tokens == truth[len(prompt) : len(prompt) + 12]
@@ -196,7 +201,7 @@ def test_log_probabilities_are_those_of_the_tokens(texts: Texts) -> None:
 def test_a_generation_config_serves_all_requests(texts: Texts) -> None:
     """A server's says `use_cache=False`, because transformers has pages of its own."""
     config = GenerationConfig(max_new_tokens=7, do_sample=False, use_cache=False)
-    outputs = generate_batch(texts.drafter, texts.prompts, texts.target, config)
+    outputs = generate_batch(texts.drafter, texts.prompts, config, target=texts.target)
     assert [output.generated_tokens for output in outputs.values()] == [truth[:7] for truth in texts.truths]
     assert config.max_new_tokens == 7
     assert config.use_cache is False
@@ -263,7 +268,7 @@ def test_a_bad_request_fails_alone(texts: Texts) -> None:
         generate_batch(
             texts.drafter,
             inputs,
-            texts.target,
+            target=texts.target,
             continuous_batching_config=config,
             max_new_tokens=NEW_TOKENS,
             **GREEDY,
@@ -281,7 +286,7 @@ def test_a_bad_request_fails_alone(texts: Texts) -> None:
 @pytest.mark.parametrize("inputs", [[1, 2, 3], ["text"], [None]], ids=str)
 def test_what_is_no_list_of_prompts_is_refused(texts: Texts, inputs: list[Any]) -> None:
     with pytest.raises(ValueError, match="pass a list of"):
-        generate_batch(texts.drafter, inputs, texts.target)
+        generate_batch(texts.drafter, inputs, target=texts.target)
 
 
 def test_ids_in_use_full_queues_and_own_processors_are_refused(texts: Texts) -> None:

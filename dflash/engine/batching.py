@@ -7,16 +7,16 @@ its request gets alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from dflash.model.acceptance_dflash import Acceptor, Proposals
-from dflash.model.cache_dflash import PreallocatedLayer
-from dflash.model.decoding_dflash import Conversation, Decoder, EagerRunner
+from dflash.model.acceptance_dflash import Acceptance, Acceptor, Proposals
+from dflash.model.cache_dflash import PreallocatedLayer, to_host
+from dflash.model.decoding_dflash import Block, Conversation, Decoder, EagerRunner, Step
 from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer
 from dflash.model.requests_dflash import Request, check_masks
 from dflash.model.sequences_dflash import TextSequence
@@ -129,6 +129,25 @@ class Member(EngineDecoder):
         """The runner that accepts the prompt's token."""
         return Decoder.new_runner(self)
 
+    def reading(self) -> Iterator[list[Block]]:
+        """Reads the prompt, `prefill_chunk_size` tokens before each `next`. The last gives the block of the first token."""
+        size = self.request.prefill_chunk_size
+        [prompt] = self.request.input_ids
+        prompt_ids = prompt.tolist()
+        conversation = self.conversation
+        start = conversation.reuse(prompt_ids)
+        if start + size < len(prompt) and not start:
+            self._begin(1, len(prompt))
+        while start + size < len(prompt):
+            chunk = prompt[None, start : start + size]
+            _, features = self.target.read(chunk, conversation.target_cache, [size])
+            conversation.context.append(Context(features, [size]))
+            conversation.context.absorb()
+            start += size
+            conversation.hold(prompt_ids[:start], [])
+            yield []
+        yield self.read_prompt()
+
     @property
     def longest(self) -> int:
         """Positions that the text and the last block may need."""
@@ -168,6 +187,13 @@ class BatchAcceptor(TreeAcceptor):
         if self.uniforms_of is not None:
             self.uniforms_of = BatchUniforms(members)
 
+    def accept(self, logits: torch.Tensor, sequences: list[TextSequence], proposals: Proposals) -> Acceptance:
+        """As `Acceptor.accept`, with nothing accepted where logits are not finite; `read_codes` says where."""
+        acceptance = super().accept(logits, sequences, proposals)
+        self.read_codes = to_host(acceptance.num_accepted)
+        num_accepted = acceptance.num_accepted.clamp(min=0)
+        return replace(acceptance, num_accepted=num_accepted)
+
     def process_sequence(self, scores: torch.Tensor, sequence: TextSequence, place: int, proposals: Proposals) -> None:
         """As `Acceptor.process_sequence`. What fails ends this request alone."""
         member = self.members[sequence.index]
@@ -185,6 +211,7 @@ class Batch(Member):
     """
 
     members: dict[int, Member]
+    acceptor: BatchAcceptor
 
     def __init__(self, request: Request, acceptor: Acceptor, cut: Any = None) -> None:
         self.members = {}
@@ -202,16 +229,12 @@ class Batch(Member):
         sequence.is_done = True
         return []
 
-    def break_off(self, sequence: TextSequence, code: int) -> None:
-        """Ends one request, because logits after its text were not finite."""
-        try:
-            super().break_off(sequence, code)
-        except ValueError as error:
-            self.members[sequence.index].error = error
-
-    def num_left(self, sequence: TextSequence) -> int:
-        """As `Decoder.num_left`, by the row's own request."""
-        return self.members[sequence.index].num_left(sequence)
+    def commit(self, step: Step) -> list[Block]:
+        """As `Decoder.commit`. Logits that are not finite end their request alone."""
+        for sequence, code in zip(self.sequences, self.acceptor.read_codes(), strict=True):
+            if code < 0:
+                self.members[sequence.index].error = self._broken(code)
+        return super().commit(step)
 
     def new_runner(self) -> EagerRunner:
         """The runner of the batch's steps."""

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
 from dflash.model.configuration_dflash import check_values
@@ -527,7 +529,7 @@ class BatchManager:
                 return None
             self._leave_queue(ticket)
             ticket.output.status = RequestStatus.PREFILLING
-            ticket.reading = ticket.member.read_prompt()
+            ticket.reading = ticket.member.reading()
             self._reading = ticket
             return ticket
         return None
@@ -599,7 +601,31 @@ def _as_prompt(input_ids: Any) -> list[int]:
     return prompt_ids
 
 
-def init_continuous_batching(drafter: Any, target: Any, *args: Any, **keywords: Any) -> BatchManager:
+def init_for_pair(drafter: Any, target: Any, settings: dict[str, Any], *args: Any, **keywords: Any) -> Any:
+    """What a pair's `init_continuous_batching` returns: a [`BatchManager`], with the pair's settings or without, or the target's.
+
+    `generate_batch` of transformers takes its manager from there. One warning for each reason says what was left out.
+    """
+    reason = None
+    if not hasattr(GenerationOutput, "is_finished"):  # its `generate_batch` waits forever for a request that failed
+        reason = "continuous batching is drafted with transformers 5."
+    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(target):
+        reason = "processes that share weights (ZeRO-3 or FSDP) accept drafts differently."
+    if reason is None:
+        ways = [settings, {}] if settings else [{}]
+        for own in ways:
+            try:
+                return init_continuous_batching(drafter, *args, target=target, **{**own, **keywords})
+            except InexactError as error:  # which comes before any forward
+                reason = str(error)
+            if own:
+                logger.warning_once(f"Drafted without the settings of the pair: {reason}")
+    logger.warning_once(f"Generated without drafts: {reason}")
+    target_class: Any = type(target)  # its own method, where a folder has bound another to the model
+    return target_class.init_continuous_batching(target, *args, **keywords)
+
+
+def init_continuous_batching(drafter: Any, *args: Any, target: Any, **keywords: Any) -> BatchManager:
     """A [`BatchManager`] of these arguments, by transformers' name. Nothing runs before its `start`."""
     return BatchManager(drafter, target, *args, **keywords)
 
@@ -607,10 +633,11 @@ def init_continuous_batching(drafter: Any, target: Any, *args: Any, **keywords: 
 def generate_batch(
     drafter: Any,
     inputs: Sequence[Any],
-    target: Any,
     generation_config: Any = None,
     continuous_batching_config: Any = None,
     progress_bar: bool = False,
+    *,
+    target: Any,
     max_new_tokens: int | None = None,
     **keywords: Any,
 ) -> dict[str, BatchOutput]:
@@ -622,10 +649,10 @@ def generate_batch(
     Args:
         drafter (`DFlashDraftModel`): A drafter trained for `target`.
         inputs (`list[list[int]]`): The token ids of each prompt.
-        target (`PreTrainedModel`): A decoder-only model, loaded by `AutoModelForCausalLM`.
         generation_config (`GenerationConfig`, *optional*): Of all requests. Default: the target's.
         continuous_batching_config (`ContinuousBatchingConfig`, *optional*): Bounds, as [`BatchManager`] reads them.
         progress_bar (`bool`, defaults to `False`): Whether to show how many texts are complete.
+        target (`PreTrainedModel`): A decoder-only model, loaded by `AutoModelForCausalLM`.
         max_new_tokens (`int`, *optional*): Default: that of the generation config.
         keywords: Keywords of [`generate_blocks`] for all requests.
 

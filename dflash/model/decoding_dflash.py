@@ -6,7 +6,7 @@ proposed. The package's engine has further proposers and runs steps compiled or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -244,8 +244,8 @@ class Decoder:
 
     # -- the prompt
 
-    def read_prompt(self) -> Iterator[list[Block]]:
-        """Runs the part of the prompts that the caches do not hold. Yields after each chunk; the last has the first tokens."""
+    def read_prompt(self) -> list[Block]:
+        """Runs the part of the prompts that the caches do not hold, and commits the first tokens."""
         input_ids = self.request.input_ids
         mask = self.request.attention_mask
         if mask is None:
@@ -256,13 +256,13 @@ class Decoder:
         for index, prompt_ids in enumerate(input_ids):
             texts.append(prompt_ids[is_real[index]])
             self.sequences.append(TextSequence(index, prompt_ids))
-        logits = yield from self._read(texts)
+        logits = self._read(texts)
         self.runner = self.new_runner()
         nothing = Proposals(input_ids[:, :0])
         step = self.runner.accept(self.sequences, nothing, logits, None)
-        yield self.commit(step)
+        return self.commit(step)
 
-    def _read(self, texts: list[torch.Tensor]) -> Generator[list[Block], None, torch.Tensor]:
+    def _read(self, texts: list[torch.Tensor]) -> torch.Tensor:
         """Reads texts [S], a single one after what the conversation holds of it; logits of their last tokens, [B, 1, V]."""
         conversation = self.conversation
         first_ids = texts[0].tolist()
@@ -272,7 +272,7 @@ class Decoder:
         else:
             longest = max(map(len, texts))
             self._begin(len(texts), longest)
-        logits = yield from self._read_chunks(texts)
+        logits = self._read_chunks(texts)
         conversation.hold(first_ids, self.sequences[0].new_ids)
         return logits
 
@@ -285,7 +285,7 @@ class Decoder:
         models = (request.target, request.drafter)
         self.conversation.begin(target_cache, context, models)
 
-    def _read_chunks(self, texts: list[torch.Tensor]) -> Generator[list[Block], None, torch.Tensor]:
+    def _read_chunks(self, texts: list[torch.Tensor]) -> torch.Tensor:
         """Reads texts chunk by chunk. The context of the last chunk waits for the first draft."""
         # Padding on the right: no token sees it, so the forward needs no mask.
         token_ids = pad_sequence(texts, batch_first=True)
@@ -294,8 +294,6 @@ class Decoder:
         context = self.conversation.context
         last_logits = {}
         for begin in range(0, width, chunk_size):
-            if begin:
-                yield []
             context.absorb()
             chunk = token_ids[:, begin : begin + chunk_size]
             num_real = []
@@ -321,15 +319,11 @@ class Decoder:
         """The next step: proposed, verified, accepted."""
         return self.runner.run(self.sequences, self.anchors, self._most_proposals())
 
-    def num_left(self, sequence: TextSequence) -> int:
-        """Number of tokens that a sequence may still get."""
-        most: int = self.request.max_new_tokens
-        return most - len(sequence.new_ids)
-
     def _most_proposals(self) -> int:
         """Number of proposals that fit into the target's positions. Blocks are not shortened at the end of a text."""
         limit = self.request.max_length
-        if max(map(self.num_left, self.sequences)) == 1:
+        num_new = [len(sequence.new_ids) for sequence in self.sequences]
+        if self.request.max_new_tokens - min(num_new) == 1:
             return 0  # the last token needs no drafter
         longest = max(sequence.length for sequence in self.sequences)
         if limit is None:
@@ -345,9 +339,7 @@ class Decoder:
         for place, (sequence, outcome) in enumerate(zip(self.sequences, step.read(), strict=True)):
             num_accepted, token_ids = outcome
             if num_accepted < 0:
-                self.break_off(sequence, num_accepted)
-                num_accepted = 0
-                token_ids = []
+                raise self._broken(num_accepted)
             is_prefill = not sequence.new_ids
             committed = self.cut(sequence, token_ids)
             # Copied, because a recorded step overwrites its outputs.
@@ -386,21 +378,19 @@ class Decoder:
             self.anchors = chosen(self.anchors, 0, live)
         self.sequences = [self.sequences[place] for place in live]
 
-    def break_off(self, sequence: TextSequence, code: int) -> None:
-        """Raises ValueError for a sequence after which the logits of a model, which `code` names, are not finite."""
+    def _broken(self, code: int) -> ValueError:
         is_drafter = code == DRAFTER_BROKE
         model: Any = self.request.drafter if is_drafter else self.request.target
         name = "drafter" if is_drafter else "target"
         dtype = str(model.dtype).removeprefix("torch.")
         remedy = "load it in bfloat16 or float32, or check its weights"
-        raise ValueError(f"The {name}'s logits are NaN or infinite ({type(model).__name__} in {dtype}): {remedy}.")
+        return ValueError(f"The {name}'s logits are NaN or infinite ({type(model).__name__} in {dtype}): {remedy}.")
 
 
 @torch.no_grad()
 def decode_blocks(decoder: Decoder) -> Iterator[Block]:
     """Proposes, verifies, accepts and commits blocks until every sequence is done."""
-    for blocks in decoder.read_prompt():
-        yield from blocks
+    yield from decoder.read_prompt()
     while decoder.sequences:
         step = decoder.run_step()
         yield from decoder.commit(step)
