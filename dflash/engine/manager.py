@@ -606,6 +606,7 @@ def init_for_pair(drafter: Any, target: Any, settings: dict[str, Any], *args: An
 
     `generate_batch` of transformers takes its manager from there. One warning for each reason says what was left out.
     """
+    target.eval()  # as transformers' own does; trainers go back to training afterwards
     reason = None
     if not hasattr(GenerationOutput, "is_finished"):  # its `generate_batch` waits forever for a request that failed
         reason = "continuous batching is drafted with transformers 5."
