@@ -18,7 +18,8 @@ from tiny_models import BLOCK_SIZE, SMALL, VOCAB_SIZE, greedy, make_drafter, mak
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from dflash import spec_generate
+from dflash import Conversation, spec_generate
+from dflash.engine.batching import Conversations
 from dflash.engine.manager import BatchManager, generate_batch
 from dflash.model.cache_dflash import LinearAttentionLayer
 from dflash.model.targets_dflash import InexactError
@@ -234,6 +235,84 @@ def test_what_has_ended_is_forgotten(texts: Texts) -> None:
     for kept in (manager._tickets, manager._rows, manager._batch.members):
         assert not kept
     assert not manager._batch.runner.proposer._lookups
+
+
+# -- conversations
+
+
+def held(token_ids: list[int]) -> Conversation:
+    """One that says that it holds these tokens."""
+    conversation = Conversation()
+    conversation.hold(token_ids, [])
+    return conversation
+
+
+def columns_run(target: PreTrainedModel, widths: list[int]) -> Any:
+    embedding = target.get_input_embeddings()
+    return embedding.register_forward_pre_hook(lambda module, args: widths.append(args[0].numel()))
+
+
+@pytest.mark.parametrize("chunk_size", [4, 64])
+def test_a_second_turn_computes_what_is_new(chunk_size: int) -> None:
+    """Two conversations in turn: the target reads a prompt's new tokens, and the drafter accepts as if it had read all."""
+    texts = Texts(small_target("qwen3"))
+    manager = texts.manager(prefill_chunk_size=chunk_size)
+    manager.add_requests(texts.prompts[:2])
+    firsts = {output.request_id: output for output in manager.run()}
+    turns = [prompt + firsts[f"req_{index}"].generated_tokens for index, prompt in enumerate(texts.prompts[:2])]
+    widths: list[int] = []
+    handle = columns_run(texts.target, widths)
+    prompts = [[*turn, *make_prompt(6, seed=index)[0].tolist()] for index, turn in enumerate(turns)]
+    truths = [greedy(texts.target, torch.tensor([prompt]), max_new_tokens=NEW_TOKENS)[0] for prompt in prompts]
+    widths.clear()
+    manager.add_requests(prompts, max_new_tokens=1)  # the prompt's forward gives it
+    outputs = list(manager.run())
+    assert sum(widths) == 2 * (6 + 1), "the last token of a turn was never run"
+    widths.clear()
+    manager.add_requests(prompts, max_new_tokens=2)  # goes on from what that has left
+    outputs += list(manager.run())
+    assert sum(widths) < 2 * (1 + 2 * BLOCK_SIZE + 32)
+    manager.add_requests(prompts)
+    outputs += list(manager.run())
+    handle.remove()
+    for output in outputs:
+        index = prompts.index(output.prompt_ids)
+        truth = truths[index][len(prompts[index]) :].tolist()
+        assert output.generated_tokens == truth[: len(output.generated_tokens)]
+
+
+def test_kept_conversations_are_bounded_and_can_be_refused(texts: Texts) -> None:
+    manager = texts.manager()
+    manager.add_requests(texts.prompts)
+    list(manager.run())
+    assert len(manager._conversations) == 3, "as many as the batch has rows"
+    with manager.pause():
+        pass
+    assert len(manager._conversations) == 0, "the models may have changed"
+    most = 2 * (max(LENGTHS) + NEW_TOKENS + BLOCK_SIZE)
+    bounded = texts.manager(limits(num_blocks=-(-most // 4)))
+    bounded.add_requests(texts.prompts)
+    bounded._conversations.add(held([1] * most))
+    bounded._advance()
+    assert bounded._conversations.num_positions == 0, "rows come first"
+    list(bounded.run())
+    refused = texts.manager(limits(allow_block_sharing=False))
+    refused.add_requests(texts.prompts)
+    list(refused.run())
+    assert len(refused._conversations) == 0
+
+
+def test_the_least_recently_used_conversation_is_dropped_first() -> None:
+    kept = Conversations(2)
+    first, second, third = held([1, 2, 3, 4]), held([5, 6]), held([1, 2, 9])
+    for conversation in (first, second):
+        kept.add(conversation)
+    assert kept.take([1, 2, 3, 4, 5]) is first
+    kept.add(first)
+    kept.add(third)
+    assert kept.take([5, 6, 7]) not in (first, second, third), "it was used least recently"
+    assert kept.take([1, 8, 8]) not in (first, third), "it shares less than half"
+    assert kept.take([1, 2, 9]) is third
 
 
 # -- bad input

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -42,8 +43,7 @@ class RowCache(TreeCache):
         place = self.batch_size
         lengths = self.lengths + source.lengths
         for layer, own in zip(self.attention_layers(), source.attention_layers(), strict=True):
-            if own.is_initialized:  # else it reads the keys of another layer
-                _copy_sequence(own, layer, place)
+            _copy_sequence(own, 0, layer, place)
         for index, running in self._running.items():
             running.forget()
             whole = running.layer
@@ -53,19 +53,19 @@ class RowCache(TreeCache):
         self._num_recorded = 0
         self._set_lengths(lengths)
 
-    @property
-    def bytes_per_position(self) -> int:
-        """Memory of a position of one sequence."""
-        num_bytes = 0
-        for layer in self.attention_layers():
-            if layer.is_initialized:
-                for states in (layer.keys, layer.values):
-                    num_bytes += states[0, :, 0].numel() * states.element_size()
-        return num_bytes
+    def hold_sequence(self, source: RowCache, place: int) -> None:
+        """Holds a copy of one sequence of another cache, which has no running states."""
+        for layer, own in zip(self.attention_layers(), source.attention_layers(), strict=True):
+            _copy_sequence(own, place, layer, 0)
+        self._set_lengths([source.lengths[place]])
 
 
-def _copy_sequence(source: PreallocatedLayer, layer: PreallocatedLayer, place: int) -> None:
-    """Copies the first sequence of a layer to `place` of another, which gets room for it."""
+def _copy_sequence(source: PreallocatedLayer, origin: int, layer: PreallocatedLayer, place: int) -> None:
+    """Copies sequence `origin` of a layer to `place` of another, which gets room for it."""
+    if not source.is_initialized:  # it reads the keys of another layer
+        return
+    if not layer.is_initialized:
+        layer.lazy_initialization(source.keys[:1], source.values[:1])
     num_missing = place + 1 - len(layer.keys)
     if num_missing > 0:
         num_added = max(num_missing, len(layer.keys))  # doubled, so that few sequences are copied again
@@ -74,8 +74,8 @@ def _copy_sequence(source: PreallocatedLayer, layer: PreallocatedLayer, place: i
         layer.values = functional.pad(layer.values, padding)
     end = source.length
     layer.reserve(end)
-    layer.keys[place, :, :end] = source.keys[0, :, :end]
-    layer.values[place, :, :end] = source.values[0, :, :end]
+    layer.keys[place, :, :end] = source.keys[origin, :, :end]
+    layer.values[place, :, :end] = source.values[origin, :, :end]
 
 
 def _append_states(source: dict[int, Any], whole: dict[int, Any]) -> None:
@@ -92,6 +92,44 @@ def append_context(context: DrafterContext, source: DrafterContext) -> None:
     waiting = context.waiting
     features = functional.pad(waiting.features, (0, 0, 0, 0, 0, 1))
     context.waiting = Context(features, [*waiting.num_real, 0])
+
+
+class Conversations:
+    """The caches of texts that have ended, for prompts that go on from them. The least recently used are dropped first."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._kept: list[Conversation] = []  # the last used one last
+
+    @property
+    def num_positions(self) -> int:
+        """The positions of all their texts."""
+        return sum(len(conversation.token_ids) for conversation in self._kept)
+
+    def take(self, prompt_ids: list[int]) -> Conversation:
+        """The one that shares most with a prompt, if that is half of its text or more, or a new one."""
+
+        def num_shared(conversation: Conversation) -> int:
+            pairs = zip(conversation.token_ids, prompt_ids, strict=False)
+            return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+        best = max(self._kept, key=num_shared, default=None)
+        if best is None or 2 * num_shared(best) < len(best.token_ids):
+            return Conversation()
+        self._kept.remove(best)
+        return best
+
+    def add(self, conversation: Conversation) -> None:
+        """Keeps the caches of a text."""
+        self._kept.append(conversation)
+        self.drop_to(self.most)
+
+    def drop_to(self, most: int) -> None:
+        """Keeps at most this many."""
+        self._kept = self._kept[max(0, len(self._kept) - most) :]
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
 
 # -- a request
@@ -203,15 +241,28 @@ class BatchAcceptor(TreeAcceptor):
             member.error = error
 
 
+class RowRunner(EagerRunner):
+    """Runs the steps of a batch and tells it where its caches hold what a step has committed."""
+
+    has_kept: Callable[[], None]
+
+    def keep(self, step: Step, num_kept: list[int]) -> None:
+        """As `EagerRunner.keep`."""
+        super().keep(step, num_kept)
+        self.has_kept()
+
+
 class Batch(Member):
     """The rows of many requests, drafted and verified together.
 
     Attributes:
         members (`dict[int, Member]`): The requests of its rows, by number, which is the index of their sequence.
+        conversations (`Conversations`, *optional*): What keeps the caches of rows that end.
     """
 
     members: dict[int, Member]
     acceptor: BatchAcceptor
+    conversations: Conversations | None = None
 
     def __init__(self, request: Request, acceptor: Acceptor, cut: Any = None) -> None:
         self.members = {}
@@ -238,10 +289,33 @@ class Batch(Member):
 
     def new_runner(self) -> EagerRunner:
         """The runner of the batch's steps."""
-        return EngineDecoder.new_runner(self)
+        runner = EngineDecoder.new_runner(self)
+        runner.has_kept = self._keep_ended  # type: ignore[attr-defined]
+        return runner
 
     def _runner_class(self, drafts: DraftProposer) -> type[EagerRunner]:
-        return EagerRunner  # whole steps keep their batch
+        return RowRunner  # whole steps keep their batch
+
+    def _keep_ended(self) -> None:
+        """Copies the rows that end with this step, where prompts may go on from their texts."""
+        if self.conversations is None:
+            return
+        for place, sequence in enumerate(self.sequences):
+            if sequence.is_done and self.members[sequence.index].error is None:
+                self.conversations.add(self._copy(place, sequence))
+
+    def _copy(self, place: int, sequence: TextSequence) -> Conversation:
+        """The caches of one row alone."""
+        whole: Any = self.conversation
+        target_cache, context = self.new_caches(1, sequence.length)
+        target_cache.hold_sequence(whole.target_cache, place)
+        draft_cache: Any = context.cache  # a `RowCache`
+        draft_cache.hold_sequence(whole.context.cache, place)
+        context.waiting = whole.context.waiting.of_sequences([place])
+        conversation = Conversation()
+        conversation.begin(target_cache, context, (self.request.target, self.request.drafter))
+        conversation.hold(sequence.prompt_ids.tolist(), sequence.new_ids)
+        return conversation
 
     def admit(self, number: int, member: Member) -> None:
         """Adds the row of a request whose prompt has been read."""

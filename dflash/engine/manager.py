@@ -28,14 +28,13 @@ from dflash.model.generation_dflash import generate_blocks
 from dflash.model.requests_dflash import IS_COUNT, IS_COUNT_OR_ZERO
 from dflash.model.targets_dflash import InexactError
 
-from .batching import Batch, Member
+from .batching import Batch, Conversations, Member
 
 
 logger = logging.get_logger(__name__)
 
 MOST_ROWS = 16  # of a batch, unless a config says
 PROMPT_CHUNK = 1024  # tokens of prompts that are read between two steps
-SHARE_OF_FREE_MEMORY = 0.8  # of an accelerator, for caches, unless a config says
 QUEUE_TIMEOUT = 10.0  # seconds that a request waits for its place in a full queue, as in transformers
 # Arguments of transformers' methods that mean something for its caches and graphs alone.
 WITHOUT_EFFECT = (
@@ -117,7 +116,7 @@ class BatchManager:
         target (`PreTrainedModel`): A decoder-only model.
         generation_config (`GenerationConfig`, *optional*): Of all requests. Default: the target's.
         continuous_batching_config (`ContinuousBatchingConfig`, *optional*): Its `max_requests_per_batch`, `max_batch_tokens`,
-            `num_blocks` times `page_size`, `max_memory_percent`, `max_queue_size`, `seed` and `return_logprobs` are read.
+            `num_blocks` times `page_size`, `max_queue_size`, `allow_block_sharing`, `seed` and `return_logprobs` are read.
         keywords: Keywords of `generate_blocks` for all requests.
 
     Raises:
@@ -148,6 +147,10 @@ class BatchManager:
         self._batch: Any = self._decoder([self._harmless_id()], **probe)
         self._most_rows = self._rows_allowed(limits["max_requests_per_batch"], limits["max_batch_tokens"])
         self._most_positions = self._positions_allowed(limits["num_blocks"])
+        self._conversations = Conversations(self._most_rows)
+        # Running states could only go on from a text's very end.
+        if getattr(continuous_batching_config, "allow_block_sharing", True) and not self._batch.target.mixers:
+            self._batch.conversations = self._conversations
         self._queue_size = limits["max_queue_size"] or 0
         self._seed = getattr(continuous_batching_config, "seed", None)
         if self._seed is None and self._batch.acceptor.uniforms_of is not None:
@@ -421,6 +424,7 @@ class BatchManager:
         try:
             with self._step_lock:
                 yield
+                self._conversations.drop_to(0)  # another model may have written them
         finally:
             with self._changed:
                 self._num_pauses -= 1
@@ -508,6 +512,8 @@ class BatchManager:
                 if blocks and ticket.member.sequences:
                     self._batch.admit(ticket.number, ticket.member)
                     self._rows[ticket.number] = ticket
+                elif blocks and self._batch.conversations is not None:  # its first token is its last
+                    self._conversations.add(ticket.member.conversation)
             except Exception as error:  # of any type: processors and criteria raise it, too
                 self._finish(ticket, error)
                 continue
@@ -529,6 +535,7 @@ class BatchManager:
                 return None
             self._leave_queue(ticket)
             ticket.output.status = RequestStatus.PREFILLING
+            ticket.member.conversation = self._conversations.take(ticket.output.prompt_ids)
             ticket.reading = ticket.member.reading()
             self._reading = ticket
             return ticket
@@ -549,8 +556,13 @@ class BatchManager:
         rows = [*self._batch.members.values(), member]
         if len(rows) > self._most_rows:
             return False
+        if self._most_positions is None:
+            return True
         longest = max(row.longest for row in rows)
-        return self._most_positions is None or len(rows) * longest <= self._most_positions
+        num_left = self._most_positions - len(rows) * longest
+        while self._conversations.num_positions > max(num_left, 0):
+            self._conversations.drop_to(len(self._conversations) - 1)
+        return num_left >= 0
 
     def _write(self, ticket: Ticket, block: Block, is_done: bool) -> None:
         """Adds a block to the output of its request."""
