@@ -202,7 +202,7 @@ def test_log_probabilities_are_those_of_the_tokens(texts: Texts) -> None:
 def test_a_generation_config_serves_all_requests(texts: Texts) -> None:
     """A server's says `use_cache=False`, because transformers has pages of its own."""
     config = GenerationConfig(max_new_tokens=7, do_sample=False, use_cache=False)
-    outputs = generate_batch(texts.drafter, texts.prompts, config, target=texts.target)
+    outputs = generate_batch(texts.drafter, texts.prompts, config, target=texts.target, prompt_lookup_num_tokens=5)
     assert [output.generated_tokens for output in outputs.values()] == [truth[:7] for truth in texts.truths]
     assert config.max_new_tokens == 7
     assert config.use_cache is False

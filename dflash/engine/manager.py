@@ -45,6 +45,8 @@ WITHOUT_EFFECT = (
     "warmup",
     "workload_hints",
 )
+# Settings of this file that go into a generation config where there is one, because transformers wants either.
+IN_CONFIG = {"eos_token_id", "max_new_tokens", "output_scores", "prefill_chunk_size", "use_cache"}
 LIMITS = {
     "max_batch_tokens": (IS_COUNT, "use a number of tokens from 1 on, or leave it out"),
     "max_requests_per_batch": (IS_COUNT, "use a number of requests from 1 on, or leave it out"),
@@ -199,8 +201,7 @@ class BatchManager:
         settings = {**self._settings, **keywords}
         config = copy.copy(self.generation_config)
         if config is not None:
-            # Where there is a config, transformers wants its fields there.
-            for name in [name for name in settings if hasattr(config, name)]:
+            for name in IN_CONFIG & set(settings):
                 setattr(config, name, settings.pop(name))
             settings["generation_config"] = config
         return generate_blocks(self.drafter, self.model, [prompt_ids], **settings)
