@@ -7,6 +7,7 @@ its request gets alone.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -14,10 +15,11 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from dflash.model.acceptance_dflash import Acceptance, Acceptor, Proposals
 from dflash.model.cache_dflash import PreallocatedLayer, to_host
-from dflash.model.decoding_dflash import Block, Conversation, Decoder, EagerRunner, Step
+from dflash.model.decoding_dflash import Block, Conversation, EagerRunner, Step
 from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer
 from dflash.model.requests_dflash import Request, check_masks
 from dflash.model.sequences_dflash import TextSequence
@@ -38,26 +40,30 @@ FIXED_BATCH = ("compile", "conversation", "cuda_graph", "draft_tree", "token_str
 class RowCache(TreeCache):
     """A cache to whose batch sequences of other caches can be added."""
 
-    def append_sequence(self, source: RowCache) -> None:
-        """Adds a copy of the only sequence of another cache of the same model."""
+    def append_sequence(self, source: RowCache, origin: int) -> None:
+        """Adds a copy of sequence `origin` of another cache of the same model."""
         place = self.batch_size
-        lengths = self.lengths + source.lengths
+        lengths = [*self.lengths, source.lengths[origin]]
         for layer, own in zip(self.attention_layers(), source.attention_layers(), strict=True):
-            _copy_sequence(own, 0, layer, place)
+            _copy_sequence(own, origin, layer, place)
         for index, running in self._running.items():
             running.forget()
             whole = running.layer
             own = source._running[index].layer
-            _append_states(own.conv_states, whole.conv_states)
-            _append_states(own.recurrent_states, whole.recurrent_states)
+            _append_states(own.conv_states, origin, whole.conv_states)
+            _append_states(own.recurrent_states, origin, whole.recurrent_states)
         self._num_recorded = 0
         self._set_lengths(lengths)
 
-    def hold_sequence(self, source: RowCache, place: int) -> None:
-        """Holds a copy of one sequence of another cache, which has no running states."""
+    def hold_sequence(self, source: RowCache, origin: int) -> None:
+        """Holds a copy of sequence `origin` of another cache, and nothing else."""
         for layer, own in zip(self.attention_layers(), source.attention_layers(), strict=True):
-            _copy_sequence(own, place, layer, 0)
-        self._set_lengths([source.lengths[place]])
+            _copy_sequence(own, origin, layer, 0)
+        for index, running in self._running.items():
+            own = copy.deepcopy(source._running[index].layer)
+            own.reorder_cache(torch.tensor([origin]))
+            self.layers[index] = running.layer = own
+        self._set_lengths([source.lengths[origin]])
 
 
 def _copy_sequence(source: PreallocatedLayer, origin: int, layer: PreallocatedLayer, place: int) -> None:
@@ -78,17 +84,17 @@ def _copy_sequence(source: PreallocatedLayer, origin: int, layer: PreallocatedLa
     layer.values[place, :, :end] = source.values[origin, :, :end]
 
 
-def _append_states(source: dict[int, Any], whole: dict[int, Any]) -> None:
-    """Adds the sequence of a mixer's states to those of a batch."""
+def _append_states(source: dict[int, Any], origin: int, whole: dict[int, Any]) -> None:
+    """Adds sequence `origin` of a mixer's states to those of a batch."""
     for index, state in source.items():
         if state is not None:
-            whole[index] = torch.cat([whole[index], state])
+            whole[index] = torch.cat([whole[index], state[origin : origin + 1]])
 
 
-def append_context(context: DrafterContext, source: DrafterContext) -> None:
-    """Adds the only sequence of a drafter's context, of which nothing waits, to a batch."""
+def append_context(context: DrafterContext, source: DrafterContext, origin: int) -> None:
+    """Adds sequence `origin` of a drafter's context, of which nothing waits, to a batch."""
     cache: Any = context.cache  # a `RowCache`
-    cache.append_sequence(source.cache)
+    cache.append_sequence(source.cache, origin)
     waiting = context.waiting
     features = functional.pad(waiting.features, (0, 0, 0, 0, 0, 1))
     context.waiting = Context(features, [*waiting.num_real, 0])
@@ -106,8 +112,8 @@ class Conversations:
         """The positions of all their texts."""
         return sum(len(conversation.token_ids) for conversation in self._kept)
 
-    def take(self, prompt_ids: list[int]) -> Conversation:
-        """The one that shares most with a prompt, if that is half of its text or more, or a new one."""
+    def find(self, prompt_ids: list[int]) -> Conversation | None:
+        """The one that shares most with a prompt, if that is half of its text or more."""
 
         def num_shared(conversation: Conversation) -> int:
             pairs = zip(conversation.token_ids, prompt_ids, strict=False)
@@ -115,9 +121,13 @@ class Conversations:
 
         best = max(self._kept, key=num_shared, default=None)
         if best is None or 2 * num_shared(best) < len(best.token_ids):
-            return Conversation()
-        self._kept.remove(best)
+            return None
         return best
+
+    def take(self, conversation: Conversation) -> Conversation:
+        """Gives one away: its caches are about to change."""
+        self._kept.remove(conversation)
+        return conversation
 
     def add(self, conversation: Conversation) -> None:
         """Keeps the caches of a text."""
@@ -140,7 +150,10 @@ class Member(EngineDecoder):
 
     Attributes:
         error (`Exception`, *optional*): Why its text has ended early, or ends with the batch's next step.
+        place (`int`): Its place in the caches that hold its prompt.
     """
+
+    place = 0
 
     def __init__(
         self, request: Request, acceptor: Acceptor, cut: Callable[[TextSequence, list[int]], list[int]]
@@ -163,34 +176,51 @@ class Member(EngineDecoder):
         draft_cache = RowCache(drafter.config.num_hidden_layers, length, num_sequences)
         return target_cache, DrafterContext(drafter, draft_cache)
 
-    def new_runner(self) -> EagerRunner:
-        """The runner that accepts the prompt's token."""
-        return Decoder.new_runner(self)
-
-    def reading(self) -> Iterator[list[Block]]:
-        """Reads the prompt, `prefill_chunk_size` tokens before each `next`. The last gives the block of the first token."""
-        size = self.request.prefill_chunk_size
-        [prompt] = self.request.input_ids
-        prompt_ids = prompt.tolist()
-        conversation = self.conversation
-        start = conversation.reuse(prompt_ids)
-        if start + size < len(prompt) and not start:
-            self._begin(1, len(prompt))
-        while start + size < len(prompt):
-            chunk = prompt[None, start : start + size]
-            _, features = self.target.read(chunk, conversation.target_cache, [size])
-            conversation.context.append(Context(features, [size]))
-            conversation.context.absorb()
-            start += size
-            conversation.hold(prompt_ids[:start], [])
-            yield []
-        yield self.read_prompt()
+    def accept_first(self, logits: torch.Tensor) -> Block:
+        """Commits the first token, by logits [1, 1, V] after the prompt."""
+        input_ids = self.request.input_ids
+        self.sequences = [TextSequence(0, input_ids[0])]
+        no_proposer: Any = None
+        self.runner = EagerRunner(self.request, self.target, self.conversation, self.acceptor, no_proposer)
+        nothing = Proposals(input_ids[:, :0])
+        step = self.runner.accept(self.sequences, nothing, logits, None)
+        [block] = self.commit(step)
+        return block
 
     @property
     def longest(self) -> int:
         """Positions that the text and the last block may need."""
         request = self.request
         return request.input_ids.shape[1] + request.max_new_tokens + request.block_size
+
+
+def read_prompts(members: list[Member]) -> Iterator[torch.Tensor | None]:
+    """Reads prompts together, or one after what its conversation holds of it, a chunk before each `next`.
+
+    The last `next` gives logits after each prompt, [B, 1, V]; those before give `None`. Several prompts are one chunk.
+    """
+    leader = members[0]
+    size: Any = leader.request.prefill_chunk_size
+    texts = [member.request.input_ids[0] for member in members]
+    token_ids = pad_sequence(texts, batch_first=True)  # on the right, where no token sees it
+    width = token_ids.shape[1]
+    conversation = leader.conversation
+    start = conversation.reuse(texts[0].tolist())
+    if not start:
+        leader._begin(len(members), width)
+    for place, member in enumerate(members):
+        member.conversation = conversation
+        member.place = place
+    logits = None
+    for begin in range(start, width, size):
+        if begin > start:
+            yield None
+        num_real = [min(len(text) - begin, size) for text in texts]
+        chunk = token_ids[:, begin : begin + size]
+        logits, features = leader.target.read(chunk, conversation.target_cache, num_real)
+        conversation.context.append(Context(features, num_real))
+        conversation.context.absorb()
+    yield logits
 
 
 # -- the batch
@@ -302,39 +332,38 @@ class Batch(Member):
             return
         for place, sequence in enumerate(self.sequences):
             if sequence.is_done and self.members[sequence.index].error is None:
-                self.conversations.add(self._copy(place, sequence))
+                conversation = self._copy(self.conversation, place, sequence.length)
+                conversation.hold(sequence.prompt_ids.tolist(), sequence.new_ids)
+                self.conversations.add(conversation)
 
-    def _copy(self, place: int, sequence: TextSequence) -> Conversation:
-        """The caches of one row alone."""
-        whole: Any = self.conversation
-        target_cache, context = self.new_caches(1, sequence.length)
+    def _copy(self, whole: Any, place: int, length: int) -> Conversation:
+        """A copy of one sequence of a conversation's caches, with initial room for `length` tokens."""
+        target_cache, context = self.new_caches(1, length)
         target_cache.hold_sequence(whole.target_cache, place)
         draft_cache: Any = context.cache  # a `RowCache`
         draft_cache.hold_sequence(whole.context.cache, place)
         context.waiting = whole.context.waiting.of_sequences([place])
         conversation = Conversation()
         conversation.begin(target_cache, context, (self.request.target, self.request.drafter))
-        conversation.hold(sequence.prompt_ids.tolist(), sequence.new_ids)
         return conversation
 
     def admit(self, number: int, member: Member) -> None:
         """Adds the row of a request whose prompt has been read."""
         [own] = member.sequences
         row = TextSequence(number, own.prompt_ids, own.new_ids)
-        conversation = member.conversation
-        conversation.context.absorb()  # a whole prompt, which would make the context of all rows as wide
+        source = member.conversation
         if self.sequences:
             cache: Any = self.conversation.target_cache  # a `RowCache`
-            cache.append_sequence(conversation.target_cache)
-            append_context(self.conversation.context, conversation.context)
+            cache.append_sequence(source.target_cache, member.place)
+            append_context(self.conversation.context, source.context, member.place)
             self.anchors = torch.cat([self.anchors, member.anchors])
         else:
-            self.conversation = conversation
+            self.conversation = self._copy(source, member.place, member.longest)
             self.runner = self.new_runner()
             self.anchors = member.anchors
         self.members[number] = member
         self.sequences = [*self.sequences, row]
-        member.conversation = Conversation()  # its caches are the batch's
+        member.conversation = Conversation()  # the batch holds a copy
 
     def leave(self, number: int) -> None:
         """Forgets a request whose row has left."""

@@ -28,7 +28,7 @@ from dflash.model.generation_dflash import generate_blocks
 from dflash.model.requests_dflash import IS_COUNT, IS_COUNT_OR_ZERO
 from dflash.model.targets_dflash import InexactError
 
-from .batching import Batch, Conversations, Member
+from .batching import Batch, Conversations, Member, read_prompts
 
 
 logger = logging.get_logger(__name__)
@@ -92,7 +92,6 @@ class Ticket:
     keywords: dict[str, Any]
     streaming: bool = False
     member: Any = None  # a `Member`, once its turn is near
-    reading: Any = None  # an iterator of its prompt, chunk by chunk
     is_cancelled: bool = False
 
 
@@ -144,6 +143,7 @@ class BatchManager:
         check_values(limits, LIMITS)
         self._chunk_size = min(PROMPT_CHUNK, limits["max_batch_tokens"] or PROMPT_CHUNK)
         self._settings = self._checked(keywords)
+        self._chunk_size = self._settings["prefill_chunk_size"]
         # A request that is checked and not run. Its generator spares torch's global one.
         probe = {"decoder_class": Batch, "max_new_tokens": INITIAL_NEW_TOKENS, "generator": torch.Generator()}
         self._batch: Any = self._decoder([self._harmless_id()], **probe)
@@ -161,7 +161,8 @@ class BatchManager:
         self._changed = threading.Condition()  # re-entrant
         self._num_requests = 0
         self._waiting: deque[Ticket] = deque()
-        self._reading: Ticket | None = None
+        self._reading: list[Ticket] = []
+        self._reader: Any = None  # `read_prompts` of these
         self._rows: dict[int, Ticket] = {}  # of the batch, by number
         self._tickets: dict[str, Ticket] = {}  # of all requests that have no result yet
         self._results: deque[BatchOutput] = deque()
@@ -453,7 +454,7 @@ class BatchManager:
             for ticket in list(self._tickets.values()):
                 self._finish(ticket, error)
             self._waiting.clear()
-            self._reading = None
+            self._reading = []
             self._batch.clear()
 
     def _is_needed(self) -> bool:
@@ -501,29 +502,44 @@ class BatchManager:
                 self._finish(ticket, error)
 
     def _read_prompts(self) -> None:
-        """Reads prompts, as many tokens as a chunk has, while rows are free."""
-        num_read = 0
-        while num_read < self._chunk_size:
-            ticket = self._reading or self._next()
-            if ticket is None:
-                return
-            num_read += min(len(ticket.output.prompt_ids), self._chunk_size)
+        """Reads prompts, about as many tokens as a chunk has, while rows are free."""
+        num_left = self._chunk_size
+        while num_left > 0:
+            if not self._reading:
+                self._reading = self._next()
+                if not self._reading:
+                    return
+                self._reader = read_prompts([ticket.member for ticket in self._reading])
+            group = list(self._reading)
+            num_left -= sum(min(len(ticket.output.prompt_ids), self._chunk_size) for ticket in group)
             try:
-                blocks = next(ticket.reading)
-                if blocks and ticket.member.sequences:
-                    self._batch.admit(ticket.number, ticket.member)
-                    self._rows[ticket.number] = ticket
-                elif blocks and self._batch.conversations is not None:  # its first token is its last
-                    self._conversations.add(ticket.member.conversation)
-            except Exception as error:  # of any type: processors and criteria raise it, too
-                self._finish(ticket, error)
+                logits = next(self._reader)
+            except Exception as error:  # of any type: a lack of memory
+                for ticket in group:
+                    self._finish(ticket, error)
                 continue
-            for block in blocks:
-                self._reading = None
-                self._write(ticket, block, is_done=not ticket.member.sequences)
+            if logits is not None:
+                self._reading = []
+                for place, ticket in enumerate(group):
+                    self._admit(ticket, logits[place : place + 1])
 
-    def _next(self) -> Ticket | None:
-        """The request that is read next; `None`: none waits, or there is no room."""
+    def _admit(self, ticket: Ticket, logits: torch.Tensor) -> None:
+        """Begins a text by logits [1, 1, V] after its prompt."""
+        member = ticket.member
+        try:
+            block = member.accept_first(logits)
+            if member.sequences:
+                self._batch.admit(ticket.number, member)
+                self._rows[ticket.number] = ticket
+        except Exception as error:  # of any type: processors and criteria raise it, too
+            self._finish(ticket, error)
+            return
+        self._write(ticket, block, is_done=not member.sequences)
+
+    def _next(self) -> list[Ticket]:
+        """The requests whose prompts are read next: several that are short, or one; empty if none waits or has room."""
+        group: list[Ticket] = []
+        longest = 0
         while self._waiting:
             ticket = self._waiting[0]
             try:
@@ -532,15 +548,20 @@ class BatchManager:
             except Exception as error:  # of any type: `generate` raises it
                 self._finish(ticket, error)
                 continue
-            if not self._has_room(ticket.member):
-                return None
+            prompt_ids = ticket.output.prompt_ids
+            longest = max(longest, len(prompt_ids))
+            kept = self._conversations.find(prompt_ids)
+            is_alone = kept is not None or (len(group) + 1) * longest > self._chunk_size
+            if (group and is_alone) or not self._has_room([*group, ticket]):
+                break
             self._leave_queue(ticket)
             ticket.output.status = RequestStatus.PREFILLING
-            ticket.member.conversation = self._conversations.take(ticket.output.prompt_ids)
-            ticket.reading = ticket.member.reading()
-            self._reading = ticket
-            return ticket
-        return None
+            group.append(ticket)
+            if kept is not None:
+                ticket.member.conversation = self._conversations.take(kept)
+            if is_alone:
+                break
+        return group
 
     def _prepared(self, ticket: Ticket) -> Member:
         keywords = dict(ticket.keywords)
@@ -553,8 +574,9 @@ class BatchManager:
             raise ValueError(f"{fault}: ask for fewer new tokens, or raise num_blocks.")
         return member
 
-    def _has_room(self, member: Member) -> bool:
-        rows = [*self._batch.members.values(), member]
+    def _has_room(self, tickets: list[Ticket]) -> bool:
+        """Whether these can be rows beside those of the batch. Kept conversations give way."""
+        rows = [*self._batch.members.values(), *[ticket.member for ticket in tickets]]
         if len(rows) > self._most_rows:
             return False
         if self._most_positions is None:
@@ -590,8 +612,8 @@ class BatchManager:
             output.error = str(error) or type(error).__name__
         if self._rows.pop(ticket.number, None) is not None:
             self._batch.leave(ticket.number)
-        if self._reading is ticket:
-            self._reading = None
+        if ticket in self._reading:
+            self._reading.remove(ticket)
         self._leave_queue(ticket)
         self._deliver(ticket)
 
