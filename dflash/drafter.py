@@ -10,6 +10,7 @@ import dflash.engine as engine
 from .engine.manager import generate_batch, init_continuous_batching, init_for_pair
 from .model.configuration_dflash import DFlashConfig
 from .model.modeling_dflash import DFlashDraftModel
+from .model.pair_dflash import KEYWORDS
 
 
 __all__ = ["DFlashConfig", "DFlashDraftModel"]
@@ -19,3 +20,4 @@ DFlashDraftModel.engine = engine
 DFlashDraftModel.generate_batch = generate_batch  # type: ignore[attr-defined]
 DFlashDraftModel.init_continuous_batching = init_continuous_batching  # type: ignore[attr-defined]
 DFlashDraftModel.init_for_pair = init_for_pair  # type: ignore[attr-defined]
+DFlashDraftModel.KEYWORDS = KEYWORDS  # type: ignore[attr-defined]  # pairs of earlier releases read it here

@@ -52,6 +52,7 @@ KEYWORDS = (
     "as_blocks",
     "block_size",
     "conversation",
+    "decoder_class",
     "drafter",
     "max_draft_tokens",
     "stop_token_ids",
