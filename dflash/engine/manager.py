@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.generation.logits_process import LogitsProcessorList
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
@@ -25,7 +26,7 @@ from transformers.utils import logging
 from dflash.model.configuration_dflash import check_values
 from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS, Block
 from dflash.model.generation_dflash import generate_blocks
-from dflash.model.requests_dflash import IS_COUNT, IS_COUNT_OR_ZERO
+from dflash.model.requests_dflash import IS_COUNT, IS_COUNT_OR_ZERO, own_processors
 from dflash.model.targets_dflash import InexactError
 
 from .batching import Batch, Conversations, Member, read_prompts
@@ -118,6 +119,7 @@ class BatchManager:
         generation_config (`GenerationConfig`, *optional*): Of all requests. Default: the target's.
         continuous_batching_config (`ContinuousBatchingConfig`, *optional*): Its `max_requests_per_batch`, `max_batch_tokens`,
             `num_blocks` times `page_size`, `max_queue_size`, `allow_block_sharing`, `seed` and `return_logprobs` are read.
+        generator (`torch.Generator`, *optional*): What draws the seed, if the config has none. Default: torch's global one.
         keywords: Keywords of `generate_blocks` for all requests.
 
     Raises:
@@ -132,6 +134,7 @@ class BatchManager:
         target: Any,
         generation_config: Any = None,
         continuous_batching_config: Any = None,
+        generator: torch.Generator | None = None,
         **keywords: Any,
     ) -> None:
         self.model = target
@@ -156,7 +159,8 @@ class BatchManager:
         self._queue_size = limits["max_queue_size"] or 0
         self._seed = getattr(continuous_batching_config, "seed", None)
         if self._seed is None and self._batch.acceptor.uniforms_of is not None:
-            self._seed = int(torch.randint(2**31, ()))
+            device = "cpu" if generator is None else generator.device
+            self._seed = int(torch.randint(2**31, (), generator=generator, device=device))
 
         self._changed = threading.Condition()  # re-entrant
         self._num_requests = 0
@@ -200,6 +204,9 @@ class BatchManager:
     def _decoder(self, prompt_ids: list[int], **keywords: Any) -> Any:
         """The decoder of a request. Raises ValueError for one that cannot be run exactly."""
         settings = {**self._settings, **keywords}
+        processors = settings.get("logits_processor")
+        if processors:  # a state is one request's
+            settings["logits_processor"] = own_processors(LogitsProcessorList(processors), 2)[0]
         config = copy.copy(self.generation_config)
         if config is not None:
             for name in IN_CONFIG & set(settings):
@@ -680,7 +687,7 @@ def generate_batch(
     """Writes the continuations of many prompts, a batch at a time whose rows are refilled. transformers' `generate_batch`.
 
     Each text is the one that `spec_generate` writes to its prompt alone. For sampled texts, request number i has a seed of its
-    own, `seed + i`, where `seed` is the config's, or drawn from torch's global generator.
+    own, `seed + i`, where `seed` is the config's, or drawn once from `generator`, which is torch's global one by default.
 
     Args:
         drafter (`DFlashDraftModel`): A drafter trained for `target`.

@@ -156,6 +156,8 @@ def test_sampled_texts_have_seeds_of_their_own(texts: Texts) -> None:
     torch.manual_seed(1)
     again = texts.generate(limits(max_requests_per_batch=2), **settings)
     assert [output.generated_tokens for output in drawn] == [output.generated_tokens for output in again]
+    seeded = [texts.generate(generator=torch.Generator().manual_seed(2), **settings) for _ in range(2)]
+    assert [output.generated_tokens for output in seeded[0]] == [output.generated_tokens for output in seeded[1]]
     assert len({tuple(output.generated_tokens) for output in drawn}) > 1
 
 
@@ -167,6 +169,26 @@ def test_processors_see_the_text_of_their_own_request(texts: Texts, settings: di
     for index, output in enumerate(outputs):
         seeded = {"generator": torch.Generator().manual_seed(3 + index)} if "temperature" in settings else {}
         assert output.generated_tokens == texts.alone(index, **settings, **seeded)
+
+
+class Remembers(LogitsProcessor):
+    """Fails where it is called for another text than before."""
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        text = input_ids[0].tolist()
+        assert text[: len(self.text)] == self.text, "two texts share a state"
+        self.text = text
+        return scores
+
+
+def test_a_processors_state_is_one_requests(texts: Texts) -> None:
+    processor = Remembers()
+    outputs = texts.generate(logits_processor=[processor])
+    assert [output.error for output in outputs] == [None] * len(LENGTHS)
+    assert processor.text == []
 
 
 def test_drawn_proposals_use_the_uniforms_of_their_request() -> None:
