@@ -12,11 +12,14 @@ from .common.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .drafter import DFlashConfig, DFlashDraftModel
+    from .engine.manager import BatchManager, BatchOutput, generate_batch
     from .model.configuration_dflash import default_target_layer_ids
     from .model.decoding_dflash import Block, Conversation
     from .model.generation_dflash import DFlashOutput, custom_generate, generate_blocks, spec_generate
 
 __all__ = [
+    "BatchManager",
+    "BatchOutput",
     "Block",
     "Conversation",
     "DFlashConfig",
@@ -24,6 +27,7 @@ __all__ = [
     "DFlashOutput",
     "custom_generate",
     "default_target_layer_ids",
+    "generate_batch",
     "generate_blocks",
     "spec_generate",
 ]

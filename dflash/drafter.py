@@ -7,6 +7,7 @@ code have neither: they read the form that they were saved in, and run the plain
 import dflash.dialects as dialects
 import dflash.engine as engine
 
+from .engine.manager import generate_batch, init_continuous_batching, init_for_pair
 from .model.configuration_dflash import DFlashConfig
 from .model.modeling_dflash import DFlashDraftModel
 from .model.pair_dflash import KEYWORDS
@@ -16,4 +17,7 @@ __all__ = ["DFlashConfig", "DFlashDraftModel"]
 
 DFlashConfig.reader = dialects
 DFlashDraftModel.engine = engine
+DFlashDraftModel.generate_batch = generate_batch  # type: ignore[attr-defined]
+DFlashDraftModel.init_continuous_batching = init_continuous_batching  # type: ignore[attr-defined]
+DFlashDraftModel.init_for_pair = init_for_pair  # type: ignore[attr-defined]
 DFlashDraftModel.KEYWORDS = KEYWORDS  # type: ignore[attr-defined]  # pairs of earlier releases read it here

@@ -35,6 +35,7 @@ NUM_TARGET_LAYERS = 4
 BLOCK_SIZE = 6
 MASK_TOKEN_ID = VOCAB_SIZE - 1
 PAD_TOKEN_ID = 0
+MOST_SCRIPTED = 24  # new tokens of texts that `scripted` knows
 WRONG_OFFSET = 5  # a wrong proposal is the right one plus this
 
 DIMENSIONS = {
@@ -313,6 +314,49 @@ class PlacedDrafter(ScriptedDrafter):
         is_wrong = said - anchors == self.rights[anchors] + 1
         token_ids = (self.text[said] + is_wrong * WRONG_OFFSET) % self.config.vocab_size
         return BaseModelOutput(last_hidden_state=self.sayings[token_ids])
+
+
+class BatchScriptedDrafter(ScriptedDrafter):
+    """Proposes each row's own truth and goes wrong after a number of tokens that differs from row to row and step to step.
+
+    A row is known by its anchor's token and position, so rows may leave the batch.
+    """
+
+    def __init__(self, target: PreTrainedModel, truths: list[torch.Tensor], **overrides: Any) -> None:
+        super().__init__(target, truths[0], [0], **overrides)
+        self.truths = [truth.flatten().tolist() for truth in truths]
+        self.embeddings = target.get_input_embeddings().weight.detach()
+
+    def forward(self, noise_embeds: Any = None, context_hidden_states: Any = None, **kwargs: Any) -> Any:
+        cache, positions = given_cache(kwargs), kwargs.get("position_ids")
+        starts = [cache.get_seq_length() + context_hidden_states.shape[1]]
+        if positions is not None:
+            starts = positions[:, -noise_embeds.shape[1]].tolist()
+        output = super(ScriptedDrafter, self).forward(noise_embeds, context_hidden_states, **kwargs)
+        rows = output.last_hidden_state.clone()
+        for place, start in enumerate(starts):
+            anchor = int((self.embeddings - noise_embeds[place, 0]).square().sum(dim=1).argmin())
+            # A text that processors bend away from every truth gets proposals that are mostly wrong.
+            truth = next((t for t in self.truths if start < len(t) and t[start] == anchor), self.truths[0])
+            num_right = (3 * start + truth[0]) % BLOCK_SIZE
+            for i in range(1, rows.shape[1]):
+                token = truth[start + i] if start + i < len(truth) else 1
+                token = (token + 5) % self.config.vocab_size if i == num_right + 1 else token
+                rows[place, i] = self.sayings[token].to(rows.dtype)
+        output.last_hidden_state = rows
+        return output
+
+
+def scripted(target: PreTrainedModel, prompts: list[torch.Tensor], **overrides: Any) -> BatchScriptedDrafter:
+    return BatchScriptedDrafter(
+        target, [greedy(target, prompt, max_new_tokens=MOST_SCRIPTED + BLOCK_SIZE) for prompt in prompts], **overrides
+    )
+
+
+def small_target(kind: str) -> PreTrainedModel:
+    """A target of two layers, for `SMALL` drafters."""
+    windows = {"layer_types": ["sliding_attention", "full_attention"]} if kind == "qwen3_sliding" else {}
+    return make_target(kind, num_hidden_layers=2, **windows)
 
 
 def given_cache(kwargs: dict[str, Any]) -> Any:

@@ -240,6 +240,7 @@ def custom_generate(
     uniforms_generator: Generators = None,
     token_streamer: Any = None,
     as_blocks: bool = False,
+    decoder_class: Any = None,
     adaptive: bool = False,
     compile: bool | str = "auto",
     cuda_graph: bool = False,
@@ -248,13 +249,14 @@ def custom_generate(
     num_looked_up: int | None = None,
     ngram_size: int | None = None,
     **model_inputs: Any,
-) -> torch.Tensor | DFlashOutput | Iterator[Block]:
+) -> torch.Tensor | DFlashOutput | Iterator[Block] | Decoder:
     """The decoding loop for the target's own `generate`. Output and errors are those of [`spec_generate`].
 
     `generate` passes the target and what it has prepared: prompts [B, S], processors, criteria, generation config, and inputs of
     the target's forward. It does not pass on `generator`, `tokenizer` and `stop_strings`: use `uniforms_generator` for the first,
     and [`spec_generate`] for stop strings. A `streamer` is found, and gets the tokens as blocks are committed.
-    `num_looked_up` and `ngram_size` are `prompt_lookup_num_tokens` and `max_matching_ngram_size`.
+    `num_looked_up` and `ngram_size` are `prompt_lookup_num_tokens` and `max_matching_ngram_size`. With a `decoder_class`, the
+    decoder of the request is returned and nothing is computed.
 
     Example:
         >>> target.generate(**inputs, custom_generate=custom_generate, drafter=drafter, max_new_tokens=64)
@@ -307,12 +309,17 @@ def custom_generate(
     name = drafter.name_or_path or "The drafter"
     depth = "%s: block_size=%s, max_draft_tokens=%s, draft_tree=%s"
     logger.info_once(depth, name, request.block_size, max_draft_tokens, draft_tree)
-    blocks = _blocks(request, logits_processor, stopping_criteria)
+    decoder = _decoder(request, logits_processor, stopping_criteria, decoder_class)
+    if decoder_class is not None:
+        return decoder
+    blocks = _guarded(decoder)
     return blocks if as_blocks else _collect(blocks, request, has_put_prompt=streamer is not None)
 
 
-def _blocks(request: Request, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> Iterator[Block]:
-    """The blocks of a request, which compute when they are read."""
+def _decoder(
+    request: Request, processors: LogitsProcessorList, criteria: StoppingCriteriaList, decoder_class: Any
+) -> Decoder:
+    """The decoder of a request, which computes when its blocks are read."""
     conversation = request.conversation
     if conversation is not None:
         conversation.check(request.target, request.drafter)
@@ -325,8 +332,8 @@ def _blocks(request: Request, processors: LogitsProcessorList, criteria: Stoppin
     cut = make_cutter(criteria, request.max_new_tokens)
     engine = request.drafter.engine  # None has neither
     acceptor = getattr(engine, "acceptor", Acceptor)(request, own, is_done)
-    decoder = getattr(engine, "decoder", Decoder)(request, acceptor, cut)
-    return _guarded(decoder)
+    decoder: Decoder = (decoder_class or getattr(engine, "decoder", Decoder))(request, acceptor, cut)
+    return decoder
 
 
 def _streamer_of_generate() -> Any:

@@ -8,20 +8,19 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import (
-    BLOCK_SIZE,
     MASK_TOKEN_ID,
     PAD_TOKEN_ID,
     SMALL,
     TARGET_KINDS,
-    ScriptedDrafter,
-    given_cache,
     greedy,
     left_padded,
     make_drafter,
     make_prompt,
     make_target,
+    scripted,
+    small_target,
 )
-from transformers import PreTrainedModel, TextStreamer
+from transformers import TextStreamer
 
 from dflash import generate_blocks, spec_generate
 from dflash.model.cache_dflash import PreallocatedCache
@@ -31,51 +30,8 @@ NEW_TOKENS = 24
 LENGTHS = [9, 1, 5, 12]
 
 
-class BatchScriptedDrafter(ScriptedDrafter):
-    """Proposes each row's own truth and goes wrong after a number of tokens that differs from row to row and step to step.
-
-    A row is known by its anchor's token and position, so rows may leave the batch.
-    """
-
-    def __init__(self, target: PreTrainedModel, truths: list[torch.Tensor], **overrides: Any) -> None:
-        super().__init__(target, truths[0], [0], **overrides)
-        self.truths = [truth.flatten().tolist() for truth in truths]
-        self.embeddings = target.get_input_embeddings().weight.detach()
-
-    def forward(self, noise_embeds: Any = None, context_hidden_states: Any = None, **kwargs: Any) -> Any:
-        cache, positions = given_cache(kwargs), kwargs.get("position_ids")
-        starts = [cache.get_seq_length() + context_hidden_states.shape[1]]
-        if positions is not None:
-            starts = positions[:, -noise_embeds.shape[1]].tolist()
-        output = super(ScriptedDrafter, self).forward(noise_embeds, context_hidden_states, **kwargs)
-        rows = output.last_hidden_state.clone()
-        for place, start in enumerate(starts):
-            anchor = int((self.embeddings - noise_embeds[place, 0]).square().sum(dim=1).argmin())
-            # A text that processors bend away from every truth gets proposals that are mostly wrong.
-            truth = next((t for t in self.truths if start < len(t) and t[start] == anchor), self.truths[0])
-            num_right = (3 * start + truth[0]) % BLOCK_SIZE
-            for i in range(1, rows.shape[1]):
-                token = truth[start + i] if start + i < len(truth) else 1
-                token = (token + 5) % self.config.vocab_size if i == num_right + 1 else token
-                rows[place, i] = self.sayings[token].to(rows.dtype)
-        output.last_hidden_state = rows
-        return output
-
-
 def prompts_of(lengths: list[int]) -> list[torch.Tensor]:
     return [make_prompt(length, seed=10 + row) for row, length in enumerate(lengths)]
-
-
-def scripted(target: PreTrainedModel, prompts: list[torch.Tensor], **overrides: Any) -> BatchScriptedDrafter:
-    return BatchScriptedDrafter(
-        target, [greedy(target, prompt, max_new_tokens=NEW_TOKENS + BLOCK_SIZE) for prompt in prompts], **overrides
-    )
-
-
-def small_target(kind: str) -> PreTrainedModel:
-    """A target of two layers, for `SMALL` drafters."""
-    windows = {"layer_types": ["sliding_attention", "full_attention"]} if kind == "qwen3_sliding" else {}
-    return make_target(kind, num_hidden_layers=2, **windows)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from distributions import p_value
-from test_batch import BatchScriptedDrafter
 from tiny_models import (
     BLOCK_SIZE,
     PAD_TOKEN_ID,
+    BatchScriptedDrafter,
     ScriptedDrafter,
     greedy,
     left_padded,

@@ -1,0 +1,378 @@
+"""A batch whose sequences belong to requests of their own, and come and go one by one.
+
+Each request reads its prompt into caches of its own (`Member`). Then its row joins the batch (`Batch`), whose rows are drafted and
+verified together, and each is accepted by its own request's processors, uniforms and criteria. So a text is the one that
+its request gets alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from dflash.model.acceptance_dflash import Acceptance, Acceptor, Proposals
+from dflash.model.cache_dflash import PreallocatedLayer, to_host
+from dflash.model.decoding_dflash import Block, Conversation, EagerRunner, Step
+from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer
+from dflash.model.requests_dflash import Request, check_masks
+from dflash.model.sequences_dflash import TextSequence
+from dflash.model.targets_dflash import InexactError
+
+from .lookup import LookupProposer
+from .runner import EngineDecoder
+from .trees import TreeAcceptor, TreeCache
+
+
+# Keywords that need a batch that stays as it is.
+FIXED_BATCH = ("compile", "conversation", "cuda_graph", "draft_tree", "token_streamer")
+
+
+# -- caches
+
+
+class RowCache(TreeCache):
+    """A cache to whose batch sequences of other caches can be added."""
+
+    def append_sequence(self, source: RowCache, origin: int) -> None:
+        """Adds a copy of sequence `origin` of another cache of the same model."""
+        place = self.batch_size
+        lengths = [*self.lengths, source.lengths[origin]]
+        for layer, own in zip(self.attention_layers(), source.attention_layers(), strict=True):
+            _copy_sequence(own, origin, layer, place)
+        for index, running in self._running.items():
+            running.forget()
+            whole = running.layer
+            own = source._running[index].layer
+            _append_states(own.conv_states, origin, whole.conv_states)
+            _append_states(own.recurrent_states, origin, whole.recurrent_states)
+        self._num_recorded = 0
+        self._set_lengths(lengths)
+
+    def hold_sequence(self, source: RowCache, origin: int) -> None:
+        """Holds a copy of sequence `origin` of another cache, and nothing else."""
+        for layer, own in zip(self.attention_layers(), source.attention_layers(), strict=True):
+            _copy_sequence(own, origin, layer, 0)
+        for index, running in self._running.items():
+            own = copy.deepcopy(source._running[index].layer)
+            own.reorder_cache(torch.tensor([origin]))
+            self.layers[index] = running.layer = own
+        self._set_lengths([source.lengths[origin]])
+
+
+def _copy_sequence(source: PreallocatedLayer, origin: int, layer: PreallocatedLayer, place: int) -> None:
+    """Copies sequence `origin` of a layer to `place` of another, which gets room for it."""
+    if not source.is_initialized:  # it reads the keys of another layer
+        return
+    if not layer.is_initialized:
+        layer.lazy_initialization(source.keys[:1], source.values[:1])
+    num_missing = place + 1 - len(layer.keys)
+    if num_missing > 0:
+        num_added = max(num_missing, len(layer.keys))  # doubled, so that few sequences are copied again
+        padding = (0, 0, 0, 0, 0, 0, 0, num_added)
+        layer.keys = functional.pad(layer.keys, padding)
+        layer.values = functional.pad(layer.values, padding)
+    end = source.length
+    layer.reserve(end)
+    layer.keys[place, :, :end] = source.keys[origin, :, :end]
+    layer.values[place, :, :end] = source.values[origin, :, :end]
+
+
+def _append_states(source: dict[int, Any], origin: int, whole: dict[int, Any]) -> None:
+    """Adds sequence `origin` of a mixer's states to those of a batch."""
+    for index, state in source.items():
+        if state is not None:
+            whole[index] = torch.cat([whole[index], state[origin : origin + 1]])
+
+
+def append_context(context: DrafterContext, source: DrafterContext, origin: int) -> None:
+    """Adds sequence `origin` of a drafter's context, of which nothing waits, to a batch."""
+    cache: Any = context.cache  # a `RowCache`
+    cache.append_sequence(source.cache, origin)
+    waiting = context.waiting
+    features = functional.pad(waiting.features, (0, 0, 0, 0, 0, 1))
+    context.waiting = Context(features, [*waiting.num_real, 0])
+
+
+class Conversations:
+    """The caches of texts that have ended, for prompts that go on from them. The least recently used are dropped first."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._kept: list[Conversation] = []  # the last used one last
+
+    @property
+    def num_positions(self) -> int:
+        """The positions of all their texts."""
+        return sum(len(conversation.token_ids) for conversation in self._kept)
+
+    def find(self, prompt_ids: list[int]) -> Conversation | None:
+        """The one that shares most with a prompt, if that is half of its text or more."""
+
+        def num_shared(conversation: Conversation) -> int:
+            pairs = zip(conversation.token_ids, prompt_ids, strict=False)
+            return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+        best = max(self._kept, key=num_shared, default=None)
+        if best is None or 2 * num_shared(best) < len(best.token_ids):
+            return None
+        return best
+
+    def take(self, conversation: Conversation) -> Conversation:
+        """Gives one away: its caches are about to change."""
+        self._kept.remove(conversation)
+        return conversation
+
+    def add(self, conversation: Conversation) -> None:
+        """Keeps the caches of a text."""
+        self._kept.append(conversation)
+        self.drop_to(self.most)
+
+    def drop_to(self, most: int) -> None:
+        """Keeps at most this many."""
+        self._kept = self._kept[max(0, len(self._kept) - most) :]
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+# -- a request
+
+
+class Member(EngineDecoder):
+    """One request of a batch. It reads its prompt alone, and its row is drafted and verified by the batch.
+
+    Attributes:
+        error (`Exception`, *optional*): Why its text has ended early, or ends with the batch's next step.
+        place (`int`): Its place in the caches that hold its prompt.
+    """
+
+    place = 0
+
+    def __init__(
+        self, request: Request, acceptor: Acceptor, cut: Callable[[TextSequence, list[int]], list[int]]
+    ) -> None:
+        super().__init__(request, acceptor, cut)
+        keywords = {**vars(self.options), **vars(request)}
+        for name in FIXED_BATCH:
+            if keywords[name] not in (None, False, 0, "auto"):
+                fault = f"{name} needs a batch that stays as it is, and requests come and go"
+                raise InexactError(f"{fault}: leave it out.")
+        check_masks({"target": request.target, "drafter": request.drafter}, "pass one prompt at a time to generate")
+        # A window would need rows of its own; the drafter reads the whole text instead.
+        self.options = replace(self.options, draft_window=None)
+        self.error: Exception | None = None
+
+    def new_caches(self, num_sequences: int, length: int) -> tuple[RowCache, DrafterContext]:
+        """Empty caches that can join a batch."""
+        drafter = self.request.drafter
+        target_cache = RowCache(self.target.num_layers, length, num_sequences, mixers=self.target.mixers)
+        draft_cache = RowCache(drafter.config.num_hidden_layers, length, num_sequences)
+        return target_cache, DrafterContext(drafter, draft_cache)
+
+    def accept_first(self, logits: torch.Tensor) -> Block:
+        """Commits the first token, by logits [1, 1, V] after the prompt."""
+        input_ids = self.request.input_ids
+        self.sequences = [TextSequence(0, input_ids[0])]
+        no_proposer: Any = None
+        self.runner = EagerRunner(self.request, self.target, self.conversation, self.acceptor, no_proposer)
+        nothing = Proposals(input_ids[:, :0])
+        step = self.runner.accept(self.sequences, nothing, logits, None)
+        [block] = self.commit(step)
+        return block
+
+    @property
+    def longest(self) -> int:
+        """Positions that the text and the last block may need."""
+        request = self.request
+        return request.input_ids.shape[1] + request.max_new_tokens + request.block_size
+
+
+def read_prompts(members: list[Member]) -> Iterator[torch.Tensor | None]:
+    """Reads prompts together, or one after what its conversation holds of it, a chunk before each `next`.
+
+    The last `next` gives logits after each prompt, [B, 1, V]; those before give `None`. Several prompts are one chunk.
+    """
+    leader = members[0]
+    size: Any = leader.request.prefill_chunk_size
+    texts = [member.request.input_ids[0] for member in members]
+    token_ids = pad_sequence(texts, batch_first=True)  # on the right, where no token sees it
+    width = token_ids.shape[1]
+    conversation = leader.conversation
+    start = conversation.reuse(texts[0].tolist())
+    if not start:
+        leader._begin(len(members), width)
+    for place, member in enumerate(members):
+        member.conversation = conversation
+        member.place = place
+    logits = None
+    for begin in range(start, width, size):
+        if begin > start:
+            yield None
+        num_real = [min(len(text) - begin, size) for text in texts]
+        chunk = token_ids[:, begin : begin + size]
+        logits, features = leader.target.read(chunk, conversation.target_cache, num_real)
+        conversation.context.append(Context(features, num_real))
+        conversation.context.absorb()
+    yield logits
+
+
+# -- the batch
+
+
+class BatchUniforms:
+    """The uniforms of each row: those of its own request. Sequences have the numbers of their requests."""
+
+    def __init__(self, members: dict[int, Member]) -> None:
+        self.members = members
+
+    def __call__(self, number: int, start: int, count: int) -> torch.Tensor:
+        """As `PositionUniforms`."""
+        uniforms: torch.Tensor = self.members[number].acceptor.uniforms_of(0, start, count)
+        return uniforms
+
+    def fresh(self, sequences: Sequence[TextSequence], count: int, device: torch.device) -> torch.Tensor:
+        """As `PositionUniforms.fresh`."""
+        rows = []
+        for sequence in sequences:
+            member = self.members[sequence.index]
+            rows.append(member.acceptor.uniforms_of.fresh(member.sequences, count, device))
+        return torch.cat(rows)
+
+
+class BatchAcceptor(TreeAcceptor):
+    """Accepts each row as its own request does. All have the same settings."""
+
+    def __init__(self, request: Request, processors: Sequence[Any], members: dict[int, Member]) -> None:
+        super().__init__(request, [processors], lambda text_ids: False)
+        self.members = members
+        if self.uniforms_of is not None:
+            self.uniforms_of = BatchUniforms(members)
+
+    def accept(self, logits: torch.Tensor, sequences: list[TextSequence], proposals: Proposals) -> Acceptance:
+        """As `Acceptor.accept`, with nothing accepted where logits are not finite; `read_codes` says where."""
+        acceptance = super().accept(logits, sequences, proposals)
+        self.read_codes = to_host(acceptance.num_accepted)
+        num_accepted = acceptance.num_accepted.clamp(min=0)
+        return replace(acceptance, num_accepted=num_accepted)
+
+    def process_sequence(self, scores: torch.Tensor, sequence: TextSequence, place: int, proposals: Proposals) -> None:
+        """As `Acceptor.process_sequence`. What fails ends this request alone."""
+        member = self.members[sequence.index]
+        try:
+            member.acceptor.process_sequence(scores, member.sequences[0], place, proposals)
+        except Exception as error:  # of any type: the processor raises it
+            member.error = error
+
+
+class RowRunner(EagerRunner):
+    """Runs the steps of a batch and tells it where its caches hold what a step has committed."""
+
+    has_kept: Callable[[], None]
+
+    def keep(self, step: Step, num_kept: list[int]) -> None:
+        """As `EagerRunner.keep`."""
+        super().keep(step, num_kept)
+        self.has_kept()
+
+
+class Batch(Member):
+    """The rows of many requests, drafted and verified together.
+
+    Attributes:
+        members (`dict[int, Member]`): The requests of its rows, by number, which is the index of their sequence.
+        conversations (`Conversations`, *optional*): What keeps the caches of rows that end.
+    """
+
+    members: dict[int, Member]
+    acceptor: BatchAcceptor
+    conversations: Conversations | None = None
+
+    def __init__(self, request: Request, acceptor: Acceptor, cut: Any = None) -> None:
+        self.members = {}
+        own = BatchAcceptor(request, acceptor.processors, self.members)
+        super().__init__(request, own, self._cut)
+
+    def _cut(self, sequence: TextSequence, token_ids: list[int]) -> list[int]:
+        """What a row's own request commits: nothing after an error."""
+        member = self.members[sequence.index]
+        if member.error is None:
+            try:
+                return member.cut(sequence, token_ids)
+            except Exception as error:  # of any type: a criterion raises it
+                member.error = error
+        sequence.is_done = True
+        return []
+
+    def commit(self, step: Step) -> list[Block]:
+        """As `Decoder.commit`. Logits that are not finite end their request alone."""
+        for sequence, code in zip(self.sequences, self.acceptor.read_codes(), strict=True):
+            if code < 0:
+                self.members[sequence.index].error = self._broken(code)
+        return super().commit(step)
+
+    def new_runner(self) -> EagerRunner:
+        """The runner of the batch's steps."""
+        runner = EngineDecoder.new_runner(self)
+        runner.has_kept = self._keep_ended  # type: ignore[attr-defined]
+        return runner
+
+    def _runner_class(self, drafts: DraftProposer) -> type[EagerRunner]:
+        return RowRunner  # whole steps keep their batch
+
+    def _keep_ended(self) -> None:
+        """Copies the rows that end with this step, where prompts may go on from their texts."""
+        if self.conversations is None:
+            return
+        for place, sequence in enumerate(self.sequences):
+            if sequence.is_done and self.members[sequence.index].error is None:
+                conversation = self._copy(self.conversation, place, sequence.length)
+                conversation.hold(sequence.prompt_ids.tolist(), sequence.new_ids)
+                self.conversations.add(conversation)
+
+    def _copy(self, whole: Any, place: int, length: int) -> Conversation:
+        """A copy of one sequence of a conversation's caches, with initial room for `length` tokens."""
+        target_cache, context = self.new_caches(1, length)
+        target_cache.hold_sequence(whole.target_cache, place)
+        draft_cache: Any = context.cache  # a `RowCache`
+        draft_cache.hold_sequence(whole.context.cache, place)
+        context.waiting = whole.context.waiting.of_sequences([place])
+        conversation = Conversation()
+        conversation.begin(target_cache, context, (self.request.target, self.request.drafter))
+        return conversation
+
+    def admit(self, number: int, member: Member) -> None:
+        """Adds the row of a request whose prompt has been read."""
+        [own] = member.sequences
+        row = TextSequence(number, own.prompt_ids, own.new_ids)
+        source = member.conversation
+        if self.sequences:
+            cache: Any = self.conversation.target_cache  # a `RowCache`
+            cache.append_sequence(source.target_cache, member.place)
+            append_context(self.conversation.context, source.context, member.place)
+            self.anchors = torch.cat([self.anchors, member.anchors])
+        else:
+            self.conversation = self._copy(source, member.place, member.longest)
+            self.runner = self.new_runner()
+            self.anchors = member.anchors
+        self.members[number] = member
+        self.sequences = [*self.sequences, row]
+        member.conversation = Conversation()  # the batch holds a copy
+
+    def leave(self, number: int) -> None:
+        """Forgets a request whose row has left."""
+        del self.members[number]
+        proposer = self.runner.proposer
+        if isinstance(proposer, LookupProposer):
+            proposer._lookups.pop(number, None)
+
+    def clear(self) -> None:
+        """Drops all rows and their caches."""
+        self.sequences = []
+        self.conversation = Conversation()

@@ -1,0 +1,190 @@
+"""A pair's folder and many texts: what calls transformers' continuous batching gets drafted texts, and nothing in it changes."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers.utils.logging import warning_once
+
+from dflash import BatchManager, BatchOutput
+from dflash.checkpoints import DRAFTER_NAME, TARGET_NAME, embedded_path, heldout_problems, make_pair
+
+
+TARGET, DRAFTER = embedded_path(TARGET_NAME), embedded_path(DRAFTER_NAME)
+SETTINGS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+needs_5 = pytest.mark.skipif(
+    not hasattr(GenerationOutput, "is_finished"), reason="transformers 4 waits forever for a request that failed"
+)
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded pair as one folder; read-only."""
+    return make_pair(TARGET, DRAFTER, tmp_path_factory.mktemp("pairs") / "pair")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TARGET)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Any) -> list[list[int]]:
+    chats = [[{"role": "user", "content": problem.question}] for problem in heldout_problems()[:3]]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    ids: list[list[int]] = tokenizer(texts)["input_ids"]
+    return ids
+
+
+@pytest.fixture(scope="module")
+def truths(prompts: list[list[int]]) -> list[list[int]]:
+    """What plain `generate` of the target writes."""
+    target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    texts = [target.generate(torch.tensor([prompt]), **SETTINGS)[0, len(prompt) :] for prompt in prompts]
+    return [text.tolist() for text in texts]
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls of the target's own method, which returns "plain"."""
+    calls: list[Any] = []
+
+    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> str:
+        calls.append((args, kwargs))
+        return "plain"
+
+    monkeypatch.setattr(continuous_api.ContinuousMixin, "init_continuous_batching", init_continuous_batching)
+    warning_once.cache_clear()
+    return calls
+
+
+@needs_5
+def test_a_trainers_generate_batch_is_drafted(model: Any, prompts: list[list[int]], truths: list[list[int]]) -> None:
+    """The call of TRL's GRPO and RLOO with `use_transformers_continuous_batching`, which read `generated_tokens`."""
+    config = GenerationConfig(**SETTINGS)
+    outputs = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+    assert [output.generated_tokens for output in outputs.values()] == truths
+    assert all(isinstance(output, BatchOutput) for output in outputs.values())
+    lengths = [length for output in outputs.values() for length in output.acceptance_lengths]
+    assert sum(lengths) / len(lengths) > 3
+
+
+@needs_5
+def test_a_servers_manager_streams_cancels_and_answers(
+    model: Any, tokenizer: Any, prompts: list[list[int]], truths: list[list[int]]
+) -> None:
+    """What `transformers serve --continuous-batching` does with a model: several requests at once, through its own class."""
+    serving = pytest.importorskip("transformers.cli.serving.utils")
+    config = GenerationConfig(**SETTINGS, use_cache=False)
+
+    async def serve() -> tuple[Any, str]:
+        server = serving.CBGenerateManager()
+        server.init_cb(model, config)
+        assert isinstance(server._cb, BatchManager)
+        inputs = [{"input_ids": prompt} for prompt in prompts]
+        queue, streamer = server.generate_streaming(model, tokenizer, inputs[0], config, "streamed")
+        _, cancelled = server.generate_streaming(model, tokenizer, inputs[1], config, "cancelled")
+        cancelled.cancel()
+        answer = await server.generate_non_streaming(model, tokenizer, inputs[2], config, "answered")
+        parts = []
+        while (part := await queue.get()) is not None:
+            parts.append(part)
+        assert streamer.total_tokens == len(truths[0])
+        assert server.is_alive()
+        server.stop()
+        return answer, "".join(parts)
+
+    (text, num_prompt, token_ids), streamed = asyncio.run(serve())
+    assert (num_prompt, token_ids) == (len(prompts[2]), truths[2])
+    assert text == tokenizer.decode(truths[2], skip_special_tokens=True)
+    assert streamed == tokenizer.decode(truths[0], skip_special_tokens=True)
+
+
+@needs_5
+def test_a_request_that_fails_is_reported_and_the_others_written(
+    model: Any, prompts: list[list[int]], truths: list[list[int]]
+) -> None:
+    bad = [model.config.vocab_size]
+    outputs = list(model.generate_batch([prompts[0], bad, prompts[1]], GenerationConfig(**SETTINGS)).values())
+    assert [output.generated_tokens for output in outputs] == [truths[0], [], truths[1]]
+    assert "outside the target's vocabulary" in outputs[1].error
+
+
+@needs_5
+def test_what_cannot_be_drafted_is_plain_with_one_warning(model: Any, plain: list[Any], caplog: Any) -> None:
+    config = GenerationConfig(**SETTINGS, num_return_sequences=2, num_beams=2)
+    for _ in range(2):
+        assert model.init_continuous_batching(generation_config=config) == "plain"
+    assert plain == 2 * [((), {"generation_config": config})]
+    warnings = [record for record in caplog.records if "Generated without drafts" in record.message]
+    assert len(warnings) == 1
+    assert "num_return_sequences=2" in warnings[0].message
+
+
+@needs_5
+def test_settings_that_a_batch_cannot_have_are_left_out(
+    folder: Path, tmp_path: Path, plain: list[Any], caplog: Any
+) -> None:
+    own = make_pair(TARGET, DRAFTER, tmp_path / "pair", settings={"draft_tree": 8})
+    manager = load(own).init_continuous_batching(GenerationConfig(**SETTINGS))
+    assert isinstance(manager, BatchManager)
+    assert not plain
+    assert any("Drafted without the settings" in record.message for record in caplog.records)
+
+
+def test_without_the_package_it_is_plain_with_one_warning(
+    folder: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "dflash", None)
+    bare = load(folder)
+    for _ in range(2):
+        assert bare.init_continuous_batching() == "plain"
+    warnings = [record for record in caplog.records if "dflash-transformers is installed" in record.message]
+    assert len(warnings) == 1
+
+
+@needs_5
+def test_each_model_has_its_own_door(folder: Path, prompts: list[list[int]]) -> None:
+    """A second load of the same folder, a copy, and a model that only lends itself the folder's `generate`."""
+    first, second = load(folder), load(folder)
+    third = copy.deepcopy(first)
+    for own in (first, second, third):
+        assert own.init_continuous_batching.keywords["model"] is own
+        assert own.generate.keywords["model"] is own
+    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    prompt = torch.tensor([prompts[0]])
+    target.generate(prompt, custom_generate=str(folder), trust_remote_code=True, dflash=False, max_new_tokens=1)
+    assert "init_continuous_batching" not in vars(target)
+
+
+def test_another_frame_of_that_name_changes_nothing(model: Any) -> None:
+    """Promise: reading the folder's code without a load finds no model, and nothing else is bound."""
+    door = sys.modules[model.generate.func.__module__]
+    assert door.generate is door.drafted_generate
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = door.nothing
+    assert GenerationMixin.init_continuous_batching.__module__.startswith("transformers.")
+
+
+def test_a_folder_that_is_copied_is_drafted(folder: Path, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(folder, tmp_path / "moved"))
+    assert "init_continuous_batching" in vars(load(moved))
