@@ -94,8 +94,7 @@ class DrafterContext:
         config = drafter.config
         width = len(config.target_layer_ids) * config.hidden_size
         nothing = torch.empty(cache.batch_size, 0, width, device=self._device, dtype=self._dtype)
-        # Of the context that waits; a single one may be empty.
-        self._parts = [Context(nothing, [0] * cache.batch_size)]
+        self._parts = [Context(nothing, [0] * cache.batch_size)]  # what waits; a single one may be empty
 
     @property
     def num_read(self) -> int:
@@ -112,8 +111,12 @@ class DrafterContext:
     @property
     def waiting(self) -> Context:
         """The context that the drafter has not read, which may be empty."""
-        self._parts = [Context.joined(self._parts)]  # only now: steps without a draft just append
+        self.waiting = Context.joined(self._parts)  # only now: steps without a draft just append
         return self._parts[0]
+
+    @waiting.setter
+    def waiting(self, context: Context) -> None:
+        self._parts = [context]
 
     def for_next_block(self) -> Context:
         """The context that the drafter reads together with the next block."""
@@ -121,7 +124,7 @@ class DrafterContext:
 
     def mark_read(self) -> None:
         """Marks the waiting context as read: its keys and values are in the cache."""
-        self._parts = [self._parts[0].part(0, 0)]
+        self.waiting = self.waiting.part(0, 0)
 
     def absorb(self) -> None:
         """Reads the waiting context now, without a block."""
@@ -142,12 +145,12 @@ class DrafterContext:
     def keep_sequences(self, places: list[int]) -> None:
         """Drops all sequences of the batch except these."""
         self.cache.keep_sequences(places)
-        self._parts = [self.waiting.of_sequences(places)]
+        self.waiting = self.waiting.of_sequences(places)
 
     def truncate(self, length: int) -> None:
         """Keeps the context of a single text's first `length` tokens."""
         num_read = min(self.num_read, length)
-        self._parts = [self.waiting.part(0, length - num_read)]
+        self.waiting = self.waiting.part(0, length - num_read)
         self.cache.truncate(num_read)
 
 
