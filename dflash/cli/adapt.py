@@ -1,47 +1,68 @@
 """`dflash adapt`: trains a drafter further on a user's prompts or texts, and keeps the drafter that accepts most of them."""
 
-import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dflash.training import ADAPTATION
+from dflash.training import ADAPTATION, DRAFTER
 
 from . import loading
-from .arguments import BeginAnew, Drafter, Resume, Target, panel
+from .arguments import Drafter, ModelOptions, Target, panel
 from .regenerate import answer_bar, load_writer
-from .train import announce, or_value_error, say_complete, say_stopped
+from .train import StartOptions, announce, chosen_of, finished, say_complete, say_licences, settings_options
 
 
 written_option = panel("What the target writes")
+
+
+@dataclass(frozen=True)
+class AdaptationData:
+    """The texts."""
+
+    data: Annotated[
+        list[str], typer.Option(help="Prompts, texts, answers or a trace. Again for more; each is reported.")
+    ]
+    output: Annotated[Path, typer.Option(help="Folder of the checkpoint.")]
+    general: Annotated[
+        str | None, typer.Option(help="Others, of the kind that it is good at, mixed in and not adapted to.")
+    ] = None
+    general_share: Annotated[float, typer.Option(help="Share of the tokens that are of --general, at most.")] = 0.3
+
+
+@dataclass(frozen=True)
+class AdaptationAnswers:
+    """Fields of `RegenerationSettings`."""
+
+    samples: Annotated[int | None, written_option(min=1, help="Rows of each file to answer. Default: all.")] = None
+    streaming: Annotated[
+        bool, written_option("--streaming", help="Answer the first --samples rows; download nothing after them.")
+    ] = False
+    max_new_tokens: Annotated[int, written_option(min=1, help="Longest answer, in tokens.")] = 512
+
+
+# Each is an option of this command's own, or has no meaning where a drafter is trained further.
+NOT_OF_THE_RECIPE = (DRAFTER, "eval_data", "samples", "streaming")
+
+
+class AdaptationRecipe(settings_options(ADAPTATION, NOT_OF_THE_RECIPE)):  # type: ignore[misc]  # a computed class
+    """The fields of `TrainingSettings` that were given."""
 
 
 def adapt(
     *,
     target: Target,
     drafter: Drafter,
-    data: Annotated[
-        list[str], typer.Option(help="Prompts, texts, answers or a trace. Again for more; each is reported.")
-    ],
-    output: Annotated[Path, typer.Option(help="Folder of the checkpoint.")],
-    general: Annotated[
-        str | None, typer.Option(help="Others, of the kind that it is good at, mixed in and not adapted to.")
-    ] = None,
-    general_share: Annotated[float, typer.Option(help="Share of the tokens that are of --general, at most.")] = 0.3,
-    samples: Annotated[int | None, written_option(min=1, help="Rows of each file to answer. Default: all.")] = None,
-    streaming: Annotated[
-        bool, written_option("--streaming", help="Answer the first --samples rows; download nothing after them.")
-    ] = False,
-    max_new_tokens: Annotated[int, written_option(min=1, help="Longest answer, in tokens.")] = 512,
+    texts: AdaptationData,
+    answers: AdaptationAnswers,
     batch_size: Annotated[int, written_option(min=1, help="Rows at once.")] = 8,
-    resume: Resume = False,
-    overwrite: BeginAnew = False,
+    start: StartOptions,
     has_permission: Annotated[
         bool, typer.Option("--i-have-permission", help="Go on where its licence forbids it.")
     ] = False,
-    **flags: Any,
+    recipe: AdaptationRecipe,
 ) -> None:
     """Trains a drafter further on your texts, which the target answers first, and keeps what accepts most.
 
@@ -49,60 +70,58 @@ def adapt(
     """
     target = loading.checkpoint(target, "--target")
     drafter = loading.checkpoint(drafter, "--drafter")
-    chosen = {name: value for name, value in flags.items() if value is not None}
-    settings = ADAPTATION.changed(**chosen, init=drafter)
+    settings = ADAPTATION.changed(**chosen_of(recipe), init=drafter)
     loading.hide_loading_bars()
-    from dflash.checkpoints import licence_lines, read_licence
-    from dflash.common.processes import Processes
-    from dflash.common.provenance import command
-    from dflash.regeneration import RegenerationSettings, answer_sources
+    from dflash.checkpoints import read_licence
+    from dflash.regeneration import answer_sources
     from dflash.training import adapt as adapt_it
     from dflash.training import adaptation_sources, check_split, claimed
 
-    sources = adaptation_sources(data, settings, general, general_share)
+    output = texts.output
+    sources = adaptation_sources(texts.data, settings, texts.general, texts.general_share)
     check_split(sources.values(), settings.split)
-    for line in licence_lines("adapt", drafter, target, has_permission):
-        announce(line)
-    facts: dict[str, Any] = {"command": command()}
-    facts["has_permission"] = read_licence(drafter).forbids_changed_copies  # else the lines above raise
-    answering = RegenerationSettings(
-        split=settings.split,
-        thinking=settings.thinking,
-        max_new_tokens=max_new_tokens,
-        samples=samples,
-        streaming=streaming,
-        seed=settings.seed,
-        deduplicate=settings.deduplicate,
-    )
-
-    def load() -> tuple[Any, Any]:
-        place = loading.own_device(Processes())
-        return load_writer(target, drafter, "auto", place, batch_size, settings.trust_remote_code)
-
-    with claimed(output, settings, resume, overwrite) as claim:  # refused now, and not after the answers
+    say_licences("adapt", drafter, target, has_permission)
+    with claimed(output, settings, **vars(start)) as claim:  # refused now, and not after the answers
         places = list(sources.values())
         if claim.finished is None:
             folder = output.with_name(f"{output.name}.answers")
+            load = partial(_load, target, drafter, batch_size, settings)
             bar = partial(answer_bar, loading.is_first_process())
-            places = answer_sources(sources, folder, load, answering, target, overwrite, announce, bar)
-        record = or_value_error(
+            answering = _answering(answers, settings)
+            places = answer_sources(sources, folder, load, answering, target, start.overwrite, announce, bar)
+        general = None if texts.general is None else places.pop()
+        record = finished(
             adapt_it,
             target,
             drafter,
-            places if general is None else places[:-1],
+            places,
             output,
             settings,
-            general=None if general is None else places[-1],
-            general_share=general_share,
+            general=general,
+            general_share=texts.general_share,
             claim=claim,
-            announce=announce,
             on_point=_print_point,
-            provenance=facts,
-            show_progress=sys.stderr.isatty(),
+            # The licence forbids it, and the lines above were no refusal.
+            provenance={"has_permission": read_licence(drafter).forbids_changed_copies},
         )
-    say_stopped(record)
     if loading.is_first_process():
         _print_result(output, record)
+
+
+def _answering(answers: AdaptationAnswers, settings: Any) -> Any:
+    """How the target answers."""
+    from dflash.regeneration import RegenerationSettings
+
+    shared = {name: getattr(settings, name) for name in ("split", "thinking", "seed", "deduplicate")}
+    return RegenerationSettings(**vars(answers), **shared)
+
+
+def _load(target: str, drafter: str, batch_size: int, settings: Any) -> Any:
+    """What answers, and its tokenizer."""
+    from dflash.common.processes import Processes
+
+    models = ModelOptions(trust_remote_code=settings.trust_remote_code)
+    return load_writer(target, drafter, batch_size, loading.on_own_device(models, Processes()))
 
 
 def _print_point(point: dict[str, Any]) -> None:

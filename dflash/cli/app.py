@@ -10,10 +10,9 @@ import typer
 from dflash.common.messages import as_sentence
 from dflash.common.name_clash import import_name_clash
 from dflash.common.version import __version__
-from dflash.training import ADAPTATION, DRAFTER
 
 from .adapt import adapt
-from .arguments import METHODS, WholeNames, with_short_types
+from .arguments import METHODS, WholeNames, with_flags
 from .bench import bench
 from .canary import canary
 from .check import check
@@ -29,18 +28,14 @@ from .publish import publish
 from .regenerate import regenerate
 from .report import report
 from .serve import serve
-from .train import train, with_flags
+from .train import train
 
 
 PANELS: dict[str, dict[str, Callable[..., Any]]] = {
     "Try it": {"demo": demo, "export-demo": export_demo},
     "Decode": {"generate": generate},
     "Measure": {"bench": bench, "doctor": doctor, "eval": evaluate, "report": report},
-    "Train": {
-        "adapt": with_flags(adapt, ADAPTATION, without=(DRAFTER, "eval_data")),
-        "regenerate": regenerate,
-        "train": with_flags(train),
-    },
+    "Train": {"adapt": adapt, "regenerate": regenerate, "train": train},
     "Checkpoints": {"check": check, "convert": convert, "export": export, "pair": pair, "publish": publish},
     "Servers": {"serve": serve, "canary": canary},
 }
@@ -53,7 +48,7 @@ app = typer.Typer(
 for panel, commands in PANELS.items():
     for name, command in commands.items():
         text = str(inspect.getdoc(command)).replace("{methods}", METHODS)
-        app.command(name, cls=WholeNames, help=text, rich_help_panel=panel)(with_short_types(command))
+        app.command(name, cls=WholeNames, help=text, rich_help_panel=panel)(with_flags(command))
 
 
 def _print_version(is_asked: bool) -> None:

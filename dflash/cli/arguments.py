@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -38,17 +39,43 @@ class WholeNames(TyperCommand):
         super().format_help(context, formatter)
 
 
-def with_short_types(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command`, whose help names the types of its options by a letter: whole names then have room on 80 columns."""
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, which has an option for each field of its parameters that are dataclasses, and receives their objects.
+
+    The help names the types of options by a letter: whole names then have room on 80 columns.
+    """
+    flags: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        group: Any = parameter.annotation
+        if is_dataclass(group):
+            groups[parameter.name] = group
+            flags += inspect.signature(group).parameters.values()
+        else:
+            flags.append(parameter)
+
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            options = {flag: values.pop(flag) for flag in inspect.signature(group).parameters}
+            values[name] = group(**options)
+        command(**values)
+
+    own = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in flags]
+    run.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+    run.__annotations__ = {flag.name: flag.annotation for flag in own}
+    for flag in own:
+        _shorten_type(flag.annotation)
+    return run
+
+
+def _shorten_type(annotation: Any) -> None:
     words = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
-    for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        hint, *notes = get_args(parameter.annotation)
-        kinds = _kinds(hint)
-        letters = [word for kind, word in words.items() if kind in kinds]
-        for note in notes:
-            if isinstance(note, OptionInfo) and note.metavar is None and letters:
-                note.metavar = letters[0]
-    return command
+    hint, *notes = get_args(annotation)
+    kinds = _kinds(hint)
+    letters = [word for kind, word in words.items() if kind in kinds]
+    for note in notes:
+        if isinstance(note, OptionInfo) and note.metavar is None and letters:
+            note.metavar = letters[0]
 
 
 def _kinds(hint: Any) -> set[Any]:
@@ -73,17 +100,6 @@ Source = Annotated[
 ]
 WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Read the tensors of a pickle too.")]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-Dtype = Annotated[
-    DtypeName,
-    model_option(
-        metavar="NAME",
-        help="float32, bfloat16, float16, or auto: as each checkpoint is stored (the embedded pair: float32).",
-    ),
-]
-Device = Annotated[
-    str | None,
-    model_option(metavar="NAME", help="cpu, cuda, cuda:1, auto … Default: CUDA if there is any, one GPU per process."),
-]
 TrustRemoteCode = Annotated[
     bool, model_option("--trust-remote-code", help="Run code that the target's repository holds. Read it first.")
 ]
@@ -102,3 +118,40 @@ Output = Annotated[Path | None, result_option(help="JSON file to write.")]
 Overwrite = Annotated[bool, result_option("--overwrite", help="Replace a file that exists at --output.")]
 AsJson = Annotated[bool, result_option("--json", help="Print one JSON object.")]
 AcceptLicence = Annotated[bool, typer.Option("--accept-licence", help="Go on where a licence forbids it.")]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How checkpoints are loaded."""
+
+    dtype: Annotated[
+        DtypeName,
+        model_option(
+            metavar="NAME",
+            help="float32, bfloat16, float16, or auto: as each checkpoint is stored (the embedded pair: float32).",
+        ),
+    ] = "auto"
+    device: Annotated[
+        str | None,
+        model_option(
+            metavar="NAME", help="cpu, cuda, cuda:1, auto … Default: CUDA if there is any, one GPU per process."
+        ),
+    ] = None
+    trust_remote_code: TrustRemoteCode = False
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """How prompts are given to the target."""
+
+    chat_template: ChatTemplate = True
+    thinking: Thinking = False
+
+
+@dataclass(frozen=True)
+class ResultOptions:
+    """Where a result goes."""
+
+    output: Output = None
+    overwrite: Overwrite = False
+    as_json: AsJson = False

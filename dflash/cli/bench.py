@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,41 +16,58 @@ from dflash.common.messages import counted
 from . import arguments
 from .arguments import decoding_option, model_option, prompt_option, result_option
 from .loading import (
+    Dialogue,
     Pair,
+    encoder,
     hide_loading_bars,
     known_device,
     listed,
     load_pair,
     question,
     read_prompt_files,
-    say_without_template,
 )
 from .terminal import counting_bar, show_table
 
 
+@dataclass(frozen=True)
+class BenchModels(arguments.ModelOptions):
+    """How the pair is loaded, and on how many threads it runs."""
+
+    threads: Annotated[int | None, model_option(min=1, help="CPU threads. Default: all cores.")] = None
+
+
+@dataclass(frozen=True)
+class BenchMethods:
+    """Fields of `BenchPlan`."""
+
+    methods: Annotated[str | None, decoding_option(help="More methods, with commas between. Default: all.")] = None
+    max_new_tokens: Annotated[int, decoding_option(min=2, help="Longest answer, in tokens.")] = 256
+    repeats: arguments.Repeats = 3
+    profiled: Annotated[int, decoding_option(min=0, help="Number of prompts that are profiled; 0 for none.")] = 4
+
+
+@dataclass(frozen=True)
+class BenchFiles(arguments.ResultOptions):
+    """Where the result and its plots go."""
+
+    output: Annotated[Path | None, result_option(help="JSON file to write, with plots as PNG beside it.")] = None
+
+
 def bench(
+    *,
     target: Annotated[
         str | None, model_option(help="The target: a folder or Hub id. Default: the embedded pair.")
     ] = None,
     drafter: Annotated[str | None, model_option(help="Its DFlash drafter: a folder or Hub id.")] = None,
-    dtype: arguments.Dtype = "auto",
-    device: arguments.Device = None,
-    trust_remote_code: arguments.TrustRemoteCode = False,
-    threads: Annotated[int | None, model_option(min=1, help="CPU threads. Default: all cores.")] = None,
+    models: BenchModels,
     prompts: Annotated[
         list[Path] | None,
         prompt_option(help=f"{arguments.PROMPT_FILE}; may be repeated. Default: word problems."),
     ] = None,
     limit: Annotated[int, prompt_option(min=1, help="Number of prompts of each file.")] = 40,
-    chat_template: arguments.ChatTemplate = True,
-    thinking: arguments.Thinking = False,
-    methods: Annotated[str | None, decoding_option(help="More methods, with commas between. Default: all.")] = None,
-    max_new_tokens: Annotated[int, decoding_option(min=2, help="Longest answer, in tokens.")] = 256,
-    repeats: arguments.Repeats = 3,
-    profiled: Annotated[int, decoding_option(min=0, help="Number of prompts that are profiled; 0 for none.")] = 4,
-    output: Annotated[Path | None, result_option(help="JSON file to write, with plots as PNG beside it.")] = None,
-    overwrite: arguments.Overwrite = False,
-    as_json: arguments.AsJson = False,
+    template: arguments.TemplateOptions,
+    measured: BenchMethods,
+    result: BenchFiles,
 ) -> None:
     """Times every way of decoding with a pair, in turns on the same prompts, and compares their texts.
 
@@ -57,51 +75,67 @@ def bench(
     """
     if (target is None) != (drafter is None):
         raise ValueError("--target and --drafter go together: give both, or neither for the embedded pair.")
-    chosen = None if methods is None else listed(methods, "--methods")
+    methods = None if measured.methods is None else listed(measured.methods, "--methods")
     dialogues = {name: rows[:limit] for name, rows in read_prompt_files(prompts or ()).items()}
+    output = result.output
     with ExitStack() as lock:
         if output is not None:
-            check_output(output, overwrite)
+            check_output(output, result.overwrite)
             lock.enter_context(only_writer(output))
         hide_loading_bars()
-        import torch
-
-        from dflash.checkpoints import heldout_problems, load_embedded_pair
         from dflash.common.provenance import write_result
-        from dflash.evaluation import BenchPlan, Prompt, chat_encoder, check_methods, run_bench
+        from dflash.evaluation import BenchPlan, check_methods, run_bench
 
-        check_methods(chosen or ())
-        known_device(device)
-        if threads is not None:
-            torch.set_num_threads(threads)
-        if target is not None and drafter is not None:
-            pair = load_pair(target, drafter, dtype, device, trust_remote_code)
-        else:
-            pair = Pair(*load_embedded_pair("float32" if dtype == "auto" else dtype))
-        if not dialogues:
-            problems = heldout_problems()[:limit]
-            dialogues = {"held-out templates": [question(problem.question) for problem in problems]}
-        say_without_template(pair.tokenizer, chat_template)
-        encode = chat_encoder(pair.tokenizer, thinking, chat_template)
-        encoded = [Prompt(task, encode(dialogue)) for task, rows in dialogues.items() for dialogue in rows]
+        check_methods(methods or ())
+        pair = _pair(target, drafter, models)
+        encoded = _encoded(dialogues or _problems(limit), encoder(pair.tokenizer, template))
         facts = {
             "target": target,
             "drafter": drafter,
-            "enable_thinking": thinking,
-            "chat_template": pair.tokenizer.chat_template if chat_template else None,
+            "enable_thinking": template.thinking,
+            "chat_template": pair.tokenizer.chat_template if template.chat_template else None,
         }
-        plan = BenchPlan(max_new_tokens, repeats, chosen, profiled)
-        result = run_bench(pair.target, pair.drafter, encoded, plan, facts, bar)
-        if as_json:
-            print(json.dumps({name: value for name, value in result.items() if name not in RAW}))
+        plan = BenchPlan(measured.max_new_tokens, measured.repeats, methods, measured.profiled)
+        figures = run_bench(pair.target, pair.drafter, encoded, plan, facts, bar)
+        if result.as_json:
+            print(json.dumps({name: value for name, value in figures.items() if name not in RAW}))
         else:
-            show(result)
+            show(figures)
         if output is not None:
-            write_result(output, result)
+            write_result(output, figures)
     if output is not None:
-        written = _plots(result, output)
-        if not as_json:
+        written = _plots(figures, output)
+        if not result.as_json:
             print("\n".join(map(str, written)))
+
+
+def _pair(target: str | None, drafter: str | None, models: BenchModels) -> Pair:
+    """The named pair, or the embedded one."""
+    import torch
+
+    from dflash.checkpoints import load_embedded_pair
+
+    known_device(models.device)
+    if models.threads is not None:
+        torch.set_num_threads(models.threads)
+    if target is not None and drafter is not None:
+        return load_pair(target, drafter, models)
+    return Pair(*load_embedded_pair("float32" if models.dtype == "auto" else models.dtype))
+
+
+def _problems(limit: int) -> dict[str, list[Dialogue]]:
+    """The prompts where no file is named."""
+    from dflash.checkpoints import heldout_problems
+
+    problems = heldout_problems()[:limit]
+    return {"held-out templates": [question(problem.question) for problem in problems]}
+
+
+def _encoded(dialogues: dict[str, list[Dialogue]], encode: Any) -> list[Any]:
+    """The prompts of all tasks."""
+    from dflash.evaluation import Prompt
+
+    return [Prompt(task, encode(dialogue)) for task, rows in dialogues.items() for dialogue in rows]
 
 
 def _plots(result: dict[str, Any], output: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """`dflash canary`: a server with DFlash beside one without, before the switch."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,66 +18,85 @@ from .terminal import progress_bar, show_table
 load_option, goal_option = panel("Load"), panel("Targets and cost")
 
 
+@dataclass(frozen=True)
+class CanaryServers:
+    """The servers beside the one with DFlash, and how they are asked."""
+
+    baseline_url: Annotated[str | None, server_option(help="The same model served without DFlash.")] = None
+    model: arguments.Model = None
+    baseline_model: arguments.BaselineModel = None
+    api_key_env: arguments.ApiKeyEnv = None
+    timeout: Annotated[float, server_option(min=1, help="Longest silence of a server, in seconds.")] = 600.0
+    hardware: arguments.Hardware = None
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Fields of `Load`."""
+
+    rounds: Annotated[int, load_option(min=1, help="Requests of a level per concurrent one; at least 16 in all.")] = 4
+    max_new_tokens: Annotated[int, load_option(min=2, help="Longest answer, in tokens.")] = 512
+    temperature: Annotated[float, load_option(min=0, help="0 decodes greedily, and texts are compared.")] = 0.0
+    seed: Annotated[int, load_option(min=0, help="Of the order of the prompts.")] = 0
+    target_ms_per_output_token: Annotated[
+        float | None, goal_option("--target-ms-per-token", min=0, help="Largest p99 of the time per token.")
+    ] = None
+    target_ms_to_first_token: Annotated[
+        float | None, goal_option(min=0, help="Largest p99 of the time to the first token.")
+    ] = None
+    price_per_hour: Annotated[float | None, goal_option(min=0, help="Of a server: adds the cost of a token.")] = None
+
+
+@dataclass(frozen=True)
+class CanaryFiles:
+    """The files to write."""
+
+    output: arguments.Output = None
+    plot: Annotated[Path | None, result_option(help="PNG to write: throughput against latency.")] = None
+    overwrite: arguments.Overwrite = False
+
+
 def canary(
+    *,
     url: Annotated[str, typer.Option(help="The server with DFlash, such as http://localhost:8000.")],
-    baseline_url: Annotated[str | None, server_option(help="The same model served without DFlash.")] = None,
-    model: arguments.Model = None,
-    baseline_model: arguments.BaselineModel = None,
-    api_key_env: arguments.ApiKeyEnv = None,
-    timeout: Annotated[float, server_option(min=1, help="Longest silence of a server, in seconds.")] = 600.0,
-    hardware: arguments.Hardware = None,
+    servers: CanaryServers,
     prompts: Annotated[
         Path | None,
         prompt_option(help=f"Your own traffic. {arguments.PROMPT_FILE}."),
     ] = None,
     thinking: arguments.Thinking = False,
     concurrency: Annotated[str, load_option(help="Concurrent requests, level by level.")] = "1,2,4,8,16,32",
-    rounds: Annotated[int, load_option(min=1, help="Requests of a level per concurrent one; at least 16 in all.")] = 4,
-    max_new_tokens: Annotated[int, load_option(min=2, help="Longest answer, in tokens.")] = 512,
-    temperature: Annotated[float, load_option(min=0, help="0 decodes greedily, and texts are compared.")] = 0.0,
-    seed: Annotated[int, load_option(min=0, help="Of the order of the prompts.")] = 0,
-    target_ms_per_token: Annotated[float | None, goal_option(min=0, help="Largest p99 of the time per token.")] = None,
-    target_ms_to_first_token: Annotated[
-        float | None, goal_option(min=0, help="Largest p99 of the time to the first token.")
-    ] = None,
-    price_per_hour: Annotated[float | None, goal_option(min=0, help="Of a server: adds the cost of a token.")] = None,
-    output: arguments.Output = None,
-    plot: Annotated[Path | None, result_option(help="PNG to write: throughput against latency.")] = None,
-    overwrite: arguments.Overwrite = False,
+    requests: LoadOptions,
+    files: CanaryFiles,
 ) -> None:
     """Measures a server with DFlash and one without under the same load: waits, throughput, acceptance, cost."""
     levels = tuple(sorted(set(numbers(concurrency, "--concurrency", least=1))))
-    for path in filter(None, (output, plot)):
-        check_output(path, overwrite)
+    for path in filter(None, (files.output, files.plot)):
+        check_output(path, files.overwrite)
     dialogues = None if prompts is None else read_prompts(prompts)
-    key = api_key(api_key_env)
+    key = api_key(servers.api_key_env)
 
     from dflash.checkpoints import heldout_problems
     from dflash.common.provenance import write_result
     from dflash.evaluation import Load, Server, run_canary, save_drawing
 
-    load = Load(
-        levels,
-        rounds,
-        max_new_tokens,
-        temperature,
-        thinking,
-        seed,
-        price_per_hour,
-        target_ms_per_token,
-        target_ms_to_first_token,
-    )
+    load = Load(levels, thinking=thinking, **vars(requests))
     dialogues = dialogues or [question(problem.question) for problem in heldout_problems()]
-    places = {"baseline": (baseline_url, baseline_model or model), "dflash": (url, model)}
-    clients = {name: Server(address, key, timeout) for name, (address, _) in places.items() if address is not None}
-    servers = {name: (server, server.only_model(places[name][1])) for name, server in clients.items()}
-    with progress_bar("Asking the servers", num_steps=len(levels) * len(servers)) as advance:
-        result = run_canary(servers, dialogues, load, advance, hardware)
-    if output is not None:
-        write_result(output, result)
+    places = {
+        "baseline": (servers.baseline_url, servers.baseline_model or servers.model),
+        "dflash": (url, servers.model),
+    }
+    clients = {
+        name: Server(address, key, servers.timeout) for name, (address, _) in places.items() if address is not None
+    }
+    models = {name: (server, server.only_model(places[name][1])) for name, server in clients.items()}
+    with progress_bar("Asking the servers", num_steps=len(levels) * len(models)) as advance:
+        result = run_canary(models, dialogues, load, advance, servers.hardware)
+    if files.output is not None:
+        write_result(files.output, result)
     _show(result)
-    if plot is not None:
-        save_drawing(result, "latency_throughput", plot)
+    if files.plot is not None:
+        save_drawing(result, "latency_throughput", files.plot)
 
 
 def _show(result: dict[str, Any]) -> None:

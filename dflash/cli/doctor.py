@@ -18,6 +18,7 @@ from .bench import bar
 
 
 def doctor(
+    *,
     target: Annotated[str, typer.Argument(metavar="TARGET", help="The target: a folder or an id on the Hub.")],
     drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="Its DFlash drafter: a folder or an id.")],
     prompts: Annotated[
@@ -25,25 +26,20 @@ def doctor(
         prompt_option(help=f"{arguments.PROMPT_FILE}. Default: six."),
     ] = None,
     limit: Annotated[int, prompt_option(min=1, help="Number of prompts of the file.")] = 8,
-    chat_template: arguments.ChatTemplate = True,
-    thinking: arguments.Thinking = False,
+    template: arguments.TemplateOptions,
     max_new_tokens: Annotated[int, decoding_option(min=2, help="Longest answer, in tokens.")] = 128,
-    dtype: arguments.Dtype = "auto",
-    device: arguments.Device = None,
-    trust_remote_code: arguments.TrustRemoteCode = False,
-    output: arguments.Output = None,
-    overwrite: arguments.Overwrite = False,
-    as_json: arguments.AsJson = False,
+    models: arguments.ModelOptions,
+    result: arguments.ResultOptions,
 ) -> None:
     """Says why a pair accepts little: measures it beside its card, then with one change at a time.
 
     It tries the other thinking mode, prompts with and without the chat template, target layers off by one,
     other mask tokens, the target's rope and other dtypes, and says in order what helps and what that gains.
     """
-    if output is not None:
-        check_output(output, overwrite)
+    if result.output is not None:
+        check_output(result.output, result.overwrite)
     dialogues = None if prompts is None else loading.read_prompts(prompts)[:limit]
-    pair = loading.load_pair(target, drafter, dtype, device, trust_remote_code)
+    pair = loading.load_pair(target, drafter, models)
 
     from dflash.checkpoints import read_card
     from dflash.common.provenance import public_name, write_result
@@ -54,9 +50,9 @@ def doctor(
     except ValueError as error:
         card = None
         loading.say_once(str(error))
-    result = run_doctor(
+    findings = run_doctor(
         pair.target,
-        Setup(pair.drafter, chat_template, thinking),
+        Setup(pair.drafter, **vars(template)),
         pair.tokenizer,
         dialogues or list(map(loading.question, DOCTORS_PROMPTS)),
         max_new_tokens,
@@ -64,12 +60,12 @@ def doctor(
         {"target": public_name(target), "drafter": public_name(drafter)},
         lambda trials: bar(trials, "Trying"),
     )
-    if as_json:
-        print(json.dumps(result))
+    if result.as_json:
+        print(json.dumps(findings))
     else:
-        _show(result)
-    if output is not None:
-        write_result(output, result)
+        _show(findings)
+    if result.output is not None:
+        write_result(result.output, findings)
 
 
 def _show(result: dict[str, Any]) -> None:

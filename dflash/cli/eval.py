@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,45 +22,79 @@ from .terminal import counting_bar, show_table
 from .tracing import TraceFile, check_trace_file, recording
 
 
-def evaluate(
-    target: arguments.Target,
-    drafter: arguments.Drafter,
-    tasks: Annotated[str | None, typer.Option(help="Names of the tasks above, with commas between.")] = None,
+@dataclass(frozen=True)
+class QuestionOptions:
+    """The questions."""
+
+    tasks: Annotated[str | None, typer.Option(help="Names of the tasks above, with commas between.")] = None
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
             help=f"Your own, besides or instead of tasks; not scored. {arguments.PROMPT_FILE}; may be repeated."
         ),
-    ] = None,
-    limit: Annotated[int, prompt_option(min=0, help="Prompts of each task and file; 0 for all.")] = 80,
-    seed: Annotated[int, prompt_option(min=0, help="Chooses the prompts.")] = 0,
-    data_root: Annotated[Path | None, prompt_option(help="Read the tasks from files below this folder.")] = None,
-    chat_template: arguments.ChatTemplate = True,
-    thinking: arguments.Thinking = False,
-    score: Annotated[bool, prompt_option(help="Score the answers; runs code that the target wrote.")] = True,
+    ] = None
+    limit: Annotated[int, prompt_option(min=0, help="Prompts of each task and file; 0 for all.")] = 80
+
+
+@dataclass(frozen=True)
+class AskingOptions:
+    """Fields of `EvalPlan`."""
+
+    seed: Annotated[int, prompt_option(min=0, help="Chooses the prompts.")] = 0
+    data_root: Annotated[Path | None, prompt_option(help="Read the tasks from files below this folder.")] = None
+    chat_template: arguments.ChatTemplate = True
+    thinking: arguments.Thinking = False
+    score: Annotated[bool, prompt_option(help="Score the answers; runs code that the target wrote.")] = True
     unsafe_code: Annotated[
         bool, prompt_option("--unsafe-code", help="Run that code even where this system cannot confine it.")
-    ] = False,
-    methods: Annotated[str, decoding_option(help="Methods besides target.generate, with commas between.")] = "dflash",
+    ] = False
+
+
+@dataclass(frozen=True)
+class EvalMethods:
+    """How the answers are decoded."""
+
+    methods: Annotated[str, decoding_option(help="Methods besides target.generate, with commas between.")] = "dflash"
     max_new_tokens: Annotated[
         int | None,
         decoding_option(min=2, help="Longest answer, in tokens. Default: 2048, or half of the target's positions."),
-    ] = None,
-    repeats: arguments.Repeats = 1,
-    dtype: arguments.Dtype = "auto",
-    device: arguments.Device = None,
-    trust_remote_code: arguments.TrustRemoteCode = False,
-    url: Annotated[str | None, server_option(help="A server of the pair (vLLM, SGLang, …); loads no weights.")] = None,
-    baseline_url: Annotated[str | None, server_option(help="A server of the target alone.")] = None,
-    model: arguments.Model = None,
-    baseline_model: arguments.BaselineModel = None,
-    hardware: arguments.Hardware = None,
-    output: Annotated[
-        Path | None, result_option(help="JSON to write; a stopped run continues from its .jsonl.")
-    ] = None,
-    overwrite: Annotated[bool, result_option("--overwrite", help="Begin anew if --output exists.")] = False,
-    trace: TraceFile = None,
-    as_json: arguments.AsJson = False,
+    ] = None
+    repeats: arguments.Repeats = 1
+
+
+@dataclass(frozen=True)
+class EvalServers:
+    """A server of the pair and one of the target alone."""
+
+    url: Annotated[str | None, server_option(help="A server of the pair (vLLM, SGLang, …); loads no weights.")] = None
+    baseline_url: Annotated[str | None, server_option(help="A server of the target alone.")] = None
+    model: arguments.Model = None
+    baseline_model: arguments.BaselineModel = None
+    hardware: arguments.Hardware = None
+
+
+@dataclass(frozen=True)
+class EvalFiles:
+    """What is written."""
+
+    output: Annotated[Path | None, result_option(help="JSON to write; a stopped run continues from its .jsonl.")] = (
+        None
+    )
+    overwrite: Annotated[bool, result_option("--overwrite", help="Begin anew if --output exists.")] = False
+    trace: TraceFile = None
+    as_json: arguments.AsJson = False
+
+
+def evaluate(
+    *,
+    target: arguments.Target,
+    drafter: arguments.Drafter,
+    questions: QuestionOptions,
+    asking: AskingOptions,
+    decoding: EvalMethods,
+    models: arguments.ModelOptions,
+    servers: EvalServers,
+    files: EvalFiles,
 ) -> None:
     """Measures a pair on the paper's tasks or your own prompts: speed, acceptance, memory, same texts, right answers.
 
@@ -78,57 +112,50 @@ def evaluate(
     loading.hide_loading_bars()
     from dflash.common.processes import Processes
     from dflash.common.runs import Run
-    from dflash.evaluation import EvalPlan, Server, check_methods, run_eval, server_backend
+    from dflash.evaluation import EvalPlan, check_methods, run_eval
 
-    if data_root is not None:
+    if asking.data_root is not None:
         _silence_datasets()
     processes = Processes()
-    _check_servers(url, baseline_url, methods, processes.count)
-    chosen = loading.listed(methods, "--methods")
-    if tasks is None and not prompts:
+    _check_servers(servers, decoding.methods, processes.count)
+    methods = loading.listed(decoding.methods, "--methods")
+    if questions.tasks is None and not questions.prompts:
         raise ValueError(
             "Nothing is asked: give --tasks with names of tasks, --prompts with a file of your own, or both."
         )
-    check_methods(chosen)
-    _check_traced(trace, url, chosen)
-    loading.known_device(device)
+    check_methods(methods)
+    _check_traced(files.trace, servers.url, methods)
+    loading.known_device(models.device)
     plan = EvalPlan(
         loading.checkpoint(target, "--target"),
         loading.checkpoint(drafter, "--drafter"),
-        () if tasks is None else loading.listed(tasks, "--tasks"),
-        limit or None,
-        seed,
-        data_root,
-        repeats,
-        thinking,
-        chat_template,
-        score,
-        unsafe_code,
+        () if questions.tasks is None else loading.listed(questions.tasks, "--tasks"),
+        questions.limit or None,
+        repeats=decoding.repeats,
+        **vars(asking),
     )
     with ExitStack() as stack:
         if processes.is_first:
-            _claim(stack, output, overwrite, prompts or [], trace)
-        questions = _questions(plan, prompts or [])
-        if url is not None and baseline_url is not None:
-            tokenizer = loading.load_tokenizer(plan.target, trust_remote_code)
-            servers = Server(url), Server(baseline_url)
-            backend = server_backend(*servers, tokenizer, max_new_tokens, model, hardware, baseline_model)
+            _claim(stack, files, questions.prompts or [])
+        asked = _questions(plan, questions.prompts or [])
+        if servers.url is not None:
+            tokenizer = loading.load_tokenizer(plan.target, models.trust_remote_code)
+            backend = _server_backend(servers, tokenizer, decoding.max_new_tokens)
         else:
-            place = device or loading.own_device(processes)
-            pair = loading.load_pair(target, drafter, dtype, place, trust_remote_code)
+            pair = loading.load_pair(target, drafter, loading.on_own_device(models, processes))
             tokenizer = pair.tokenizer
-            recorder = stack.enter_context(recording(trace, pair, target, processes.rank))
-            backend = _backend(pair, max_new_tokens, chosen, recorder)
-            if processes.is_first and max_new_tokens is None:
+            recorder = stack.enter_context(recording(files.trace, pair, target, processes.rank))
+            backend = _backend(pair, decoding.max_new_tokens, methods, recorder)
+            if processes.is_first and decoding.max_new_tokens is None:
                 _say_longest(backend.max_new_tokens)
         if processes.is_first:
-            loading.say_without_template(tokenizer, chat_template)
+            loading.say_without_template(tokenizer, asking.chat_template)
         # No thread draws the bar, because that would disturb the measurement.
         bar = _Bar(stack.enter_context(counting_bar(processes.is_first, auto_refresh=False)))
         run = Run(processes=processes, on_begin=bar.begin, on_done=bar.done, is_locked=True)
-        result = run_eval(plan, questions, backend, tokenizer, output, overwrite, run)
+        result = run_eval(plan, asked, backend, tokenizer, files.output, files.overwrite, run)
     if processes.is_first:
-        _report(result, output, as_json)
+        _report(result, files)
 
 
 def _silence_datasets() -> None:
@@ -139,13 +166,15 @@ def _silence_datasets() -> None:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
 
 
-def _check_servers(url: str | None, baseline_url: str | None, methods: str, num_processes: int) -> None:
+def _check_servers(servers: EvalServers, methods: str, num_processes: int) -> None:
     """Raises ValueError for one server without the other, for methods that no server has, and for several processes."""
-    if (url is None) != (baseline_url is None):
+    if (servers.url is None) != (servers.baseline_url is None):
         raise ValueError("--url and --baseline-url go together: the speed-up is over the target served alone.")
-    if url is not None and methods != "dflash":
+    if servers.url is None:
+        return
+    if methods != "dflash":
         raise ValueError(f"--methods {methods} run in this process, and --url asks a server: leave one of them out.")
-    if url is not None and num_processes > 1:
+    if num_processes > 1:
         raise ValueError(
             f"--url asks one question at a time, not the {num_processes} of as many processes: start one."
         )
@@ -178,21 +207,35 @@ def _check_traced(trace: Path | None, url: str | None, methods: Sequence[str]) -
     raise ValueError(f"--trace {trace} records the drafts of the method {OURS}, and {why}: leave one of them out.")
 
 
-def _claim(
-    stack: ExitStack, output: Path | None, overwrite: bool, prompts: Sequence[Path], trace: Path | None
-) -> None:
+def _claim(stack: ExitStack, files: EvalFiles, prompts: Sequence[Path]) -> None:
     """Checks the files that are written, and locks the output before anything is loaded: of two commands the first one writes."""
     from dflash.evaluation import check_eval_output
 
+    output = files.output
     written = [] if output is None else [output, output.parent / f"{output.stem}.jsonl"]
     places = [path.resolve() for path in written]
     for path in prompts:
         if path.resolve() in places:
             raise ValueError(f"--prompts {path} is a file that --output {output} writes: give --output another name.")
-    check_trace_file(trace, [*prompts, *written])
+    check_trace_file(files.trace, [*prompts, *written])
     if output is not None:
-        check_eval_output(output, overwrite)
+        check_eval_output(output, files.overwrite)
         stack.enter_context(only_writer(output))
+
+
+def _server_backend(servers: EvalServers, tokenizer: Any, max_new_tokens: int | None) -> Any:
+    """The two servers."""
+    from dflash.evaluation import Server, server_backend
+
+    return server_backend(
+        Server(str(servers.url)),
+        Server(str(servers.baseline_url)),
+        tokenizer,
+        max_new_tokens,
+        servers.model,
+        servers.hardware,
+        servers.baseline_model,
+    )
 
 
 def _backend(pair: loading.Pair, max_new_tokens: int | None, methods: Sequence[str], recorder: Any) -> Any:
@@ -243,14 +286,15 @@ SHOWN = (
 )  # fmt: skip
 
 
-def _report(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
+def _report(result: dict[str, Any], files: EvalFiles) -> None:
     """Prints the result, and where its files are."""
-    if as_json:
+    if files.as_json:
         print(json.dumps({name: value for name, value in result.items() if name != "measurements"}))
     else:
         _show(result)
-    if output is not None:
-        print(f"{output} holds the figures, {output.with_suffix('.jsonl')} the answers.", file=sys.stderr)
+    if files.output is not None:
+        answers = files.output.with_suffix(".jsonl")
+        print(f"{files.output} holds the figures, {answers} the answers.", file=sys.stderr)
 
 
 def _show(result: dict[str, Any]) -> None:

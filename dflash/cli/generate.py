@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -12,53 +13,71 @@ from rich.console import Console
 from dflash.common.messages import counted
 from dflash.common.version import __version__
 
-from .arguments import AsJson, ChatTemplate, Device, Drafter, Dtype, Target, Thinking, TrustRemoteCode, decoding_option
+from .arguments import AsJson, Drafter, ModelOptions, Target, TemplateOptions, decoding_option
 from .demo import show_comparison, warm_up
 from .loading import Pair, checked_prompt, dtype_name, encode, known_device, load_pair, say_once, standard_input
 from .terminal import BlockPrinter, number
 from .tracing import TraceFile, check_trace_file, recording
 
 
+@dataclass(frozen=True)
+class ShownOptions:
+    """What is shown and kept."""
+
+    as_json: AsJson = False
+    compare: Annotated[bool, typer.Option("--compare", help="Run target.generate too, and compare.")] = False
+    trace: TraceFile = None
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """The request."""
+
+    max_new_tokens: Annotated[int, decoding_option(metavar="N", help="Longest answer, in tokens.")] = 512
+    temperature: Annotated[float, decoding_option(metavar="X", help="0 decodes greedily; above 0 samples.")] = 0.0
+    top_p: Annotated[
+        float | None, decoding_option(metavar="X", help="Sample from the smallest set of this probability.")
+    ] = None
+    top_k: Annotated[int | None, decoding_option(metavar="N", help="Sample from the N most probable tokens.")] = None
+    seed: Annotated[int, decoding_option(min=0, max=2**63 - 1, metavar="N", help="Seed of the sampling.")] = 0
+
+    def request(self) -> dict[str, Any]:
+        """The keywords of the loop; ValueError for a value that no request can have, by the name of its flag."""
+        from dflash.model.requests_dflash import SETTINGS
+
+        keywords = {name: value for name, value in vars(self).items() if value is not None and name != "seed"}
+        for name, value in keywords.items():
+            is_meant, remedy = SETTINGS[name]
+            if not is_meant(value):
+                raise ValueError(f"--{name.replace('_', '-')} {value} cannot be used: {remedy}.")
+        return keywords
+
+
 def generate(
+    *,
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The text to answer; - reads it from standard input.")
     ],
     target: Target,
     drafter: Drafter,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
-    chat_template: ChatTemplate = True,
-    thinking: Thinking = False,
-    as_json: AsJson = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Run target.generate too, and compare.")] = False,
-    max_new_tokens: Annotated[int, decoding_option(metavar="N", help="Longest answer, in tokens.")] = 512,
-    temperature: Annotated[float, decoding_option(metavar="X", help="0 decodes greedily; above 0 samples.")] = 0.0,
-    top_p: Annotated[
-        float | None, decoding_option(metavar="X", help="Sample from the smallest set of this probability.")
-    ] = None,
-    top_k: Annotated[int | None, decoding_option(metavar="N", help="Sample from the N most probable tokens.")] = None,
-    seed: Annotated[int, decoding_option(min=0, max=2**63 - 1, metavar="N", help="Seed of the sampling.")] = 0,
-    trace: TraceFile = None,
+    models: ModelOptions,
+    template: TemplateOptions,
+    shown: ShownOptions,
+    decoding: RequestOptions,
 ) -> None:
     """Writes the target's answer to PROMPT with any pair, streamed block by block."""
-    if compare and (as_json or temperature or trace):
+    if shown.compare and (shown.as_json or decoding.temperature or shown.trace):
         raise ValueError("--compare shows two greedy texts: leave out --json, --temperature and --trace.")
-    request: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    if top_p is not None:
-        request["top_p"] = top_p
-    if top_k is not None:
-        request["top_k"] = top_k
-    _check_request(request)
-    known_device(device)
-    check_trace_file(trace)
+    request = decoding.request()
+    known_device(models.device)
+    check_trace_file(shown.trace)
     text = checked_prompt(standard_input() if prompt == "-" else prompt)
-    pair = load_pair(target, drafter, dtype, device, trust_remote_code)
-    input_ids = encode(pair, text, chat_template, thinking)
-    _warn_of_positions(pair, input_ids.shape[1], max_new_tokens)
-    if compare:
+    pair = load_pair(target, drafter, models)
+    input_ids = encode(pair, text, template)
+    _warn_of_positions(pair, input_ids.shape[1], decoding.max_new_tokens)
+    if shown.compare:
         warm_up(pair, input_ids)
-        show_comparison(pair, [text], [input_ids], max_new_tokens)
+        show_comparison(pair, [text], [input_ids], decoding.max_new_tokens)
         return
 
     import torch
@@ -66,27 +85,18 @@ def generate(
     from dflash.evaluation import timed_blocks
 
     printer = BlockPrinter(Console(highlight=False), pair.tokenizer, is_marked=sys.stdout.isatty())
-    with recording(trace, pair, target) as recorder:
+    with recording(shown.trace, pair, target) as recorder:
         decode = recorder(partial(timed_blocks, pair.drafter, pair.target))
-        on_block = None if as_json else printer.block
-        run = decode(input_ids, on_block, generator=torch.Generator().manual_seed(seed), **request)
-    if not as_json:
+        on_block = None if shown.as_json else printer.block
+        generator = torch.Generator().manual_seed(decoding.seed)
+        run = decode(input_ids, on_block, generator=generator, **request)
+    if not shown.as_json:
         printer.end()
         print(_figures(run), file=sys.stderr)
         return
-    content = {"target": target, "drafter": drafter, "prompt": text, "seed": seed, **request}
-    content |= {"chat_template": chat_template, "thinking": thinking}
-    print(json.dumps(content | _report(run, pair)))
-
-
-def _check_request(request: dict[str, Any]) -> None:
-    """Raises ValueError for a value that no request can have, by the name of its flag."""
-    from dflash.model.requests_dflash import SETTINGS
-
-    for name, value in request.items():
-        is_meant, remedy = SETTINGS[name]
-        if not is_meant(value):
-            raise ValueError(f"--{name.replace('_', '-')} {value} cannot be used: {remedy}.")
+    content = {"target": target, "drafter": drafter, "prompt": text, "seed": decoding.seed, **request}
+    content |= vars(template) | _report(run, pair)
+    print(json.dumps(content))
 
 
 def _figures(run: Any) -> str:

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +15,13 @@ from dflash.common.messages import as_sentence, counted, without_load_report
 from dflash.common.plain_text import check_text
 from dflash.common.remote_code import refuse_own_generate
 
+from .arguments import ModelOptions, TemplateOptions
 from .terminal import progress_bar
 
 
 # Chat messages, in the form that chat templates take.
 Dialogue = list[dict[str, str]]
+IN_TEMPLATE = TemplateOptions()
 
 
 class Pair(NamedTuple):
@@ -29,10 +32,10 @@ class Pair(NamedTuple):
     tokenizer: Any
 
 
-def load_pair(target: str, drafter: str, dtype: str, device: str | None, trust_remote_code: bool = False) -> Pair:
+def load_pair(target: str, drafter: str, models: ModelOptions) -> Pair:
     """Both models and the tokenizer, by folder or Hub id; ValueError names the one that cannot be loaded.
 
-    Code of the target's repository runs only with `trust_remote_code`; nothing asks on standard input.
+    Code of the target's repository runs only with `models.trust_remote_code`; nothing asks on standard input.
     """
     target = checkpoint(target, "--target")
     drafter = checkpoint(drafter, "--drafter")
@@ -40,28 +43,32 @@ def load_pair(target: str, drafter: str, dtype: str, device: str | None, trust_r
     with progress_bar("Loading the pair", num_steps=3, hidden=not is_local) as advance:
         if is_local:  # a download shows bars of its own
             hide_loading_bars()
-        place = {"dtype": dtype, "device_map": known_device(device)}
+        device = known_device(models.device)
         from dflash.drafter import DFlashDraftModel
 
-        tokenizer = load_tokenizer(target, trust_remote_code)
+        tokenizer = load_tokenizer(target, models.trust_remote_code)
         advance()
         with named("--drafter", drafter), without_load_report():
-            draft_model = DFlashDraftModel.from_pretrained(drafter, **place).eval()
+            draft_model = DFlashDraftModel.from_pretrained(drafter, dtype=models.dtype, device_map=device).eval()
         advance()
-        model = load_target(target, dtype, device, trust_remote_code)
+        model = load_target(target, models)
     if is_first_process():
         _say_depth(draft_model.config)
     return Pair(model, draft_model, tokenizer)
 
 
-def load_target(target: str, dtype: str, device: str | None, trust_remote_code: bool = False) -> Any:
+def load_target(target: str, models: ModelOptions) -> Any:
     """The target of a folder or Hub id; ValueError that names it if it cannot be loaded."""
     from transformers import AutoModelForCausalLM
 
-    place: dict[str, Any] = {"dtype": dtype, "device_map": known_device(device)}
+    own_code = models.trust_remote_code
+    device = known_device(models.device)
     with named("--target", target):
-        refuse_own_generate(target, trust_remote_code)
-        return AutoModelForCausalLM.from_pretrained(target, trust_remote_code=trust_remote_code, **place).eval()
+        refuse_own_generate(target, own_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            target, dtype=models.dtype, device_map=device, trust_remote_code=own_code
+        )
+    return model.eval()
 
 
 def _say_depth(config: Any) -> None:
@@ -150,13 +157,13 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def own_device(processes: Any) -> str | None:
-    """The GPU of this process where several run on one machine, else `None`."""
+def on_own_device(models: ModelOptions, processes: Any) -> ModelOptions:
+    """`models` on the GPU of this process, where several run on one machine and no device is named."""
     import torch
 
-    if processes.count == 1 or not torch.cuda.is_available():
-        return None
-    return f"cuda:{processes.local_rank % torch.cuda.device_count()}"
+    if models.device or processes.count == 1 or not torch.cuda.is_available():
+        return models
+    return replace(models, device=f"cuda:{processes.local_rank % torch.cuda.device_count()}")
 
 
 def api_key(variable: str | None) -> str | None:
@@ -198,12 +205,17 @@ def hide_loading_bars() -> None:
     logging.disable_progress_bar()
 
 
-def encode(pair: Pair, text: str, chat_template: bool = True, thinking: bool = False) -> Any:
+def encode(pair: Pair, text: str, template: TemplateOptions = IN_TEMPLATE) -> Any:
     """The prompt's ids [1, S], in the chat template unless it is switched off or the tokenizer has none."""
+    return encoder(pair.tokenizer, template)(question(text))
+
+
+def encoder(tokenizer: Any, template: TemplateOptions) -> Any:
+    """The function from a chat to its ids [1, S]. Standard error says that a template was meant to be used and there is none."""
     from dflash.evaluation import chat_encoder
 
-    say_without_template(pair.tokenizer, chat_template)
-    return chat_encoder(pair.tokenizer, thinking, chat_template)(question(text))
+    say_without_template(tokenizer, template.chat_template)
+    return chat_encoder(tokenizer, **vars(template))
 
 
 def question(text: str) -> Dialogue:

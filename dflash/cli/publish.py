@@ -1,8 +1,7 @@
 """`dflash publish`: a drafter's or a pair's folder to the Hub."""
 
-from __future__ import annotations
-
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +18,19 @@ if TYPE_CHECKING:
 hub_option = panel("On the Hub")
 
 
+@dataclass(frozen=True)
+class HubOptions:
+    """The repository and its commit."""
+
+    private: Annotated[bool, hub_option("--private", help="Only you or the organisation see it.")] = False
+    revision: Annotated[
+        str | None, hub_option(metavar="NAME", help="The branch; made if there is none. Default: main.")
+    ] = None
+    message: Annotated[str | None, hub_option(metavar="TEXT", help="The message of the commit.")] = None
+
+
 def publish(
+    *,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The drafter's checkpoint, or a pair.")],
     repo_id: Annotated[str, typer.Argument(metavar="NAMESPACE/NAME", help="The repository on the Hub.")],
     target: TargetOfDrafter = None,
@@ -29,11 +40,7 @@ def publish(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be uploaded, and connect to nothing.")
     ] = False,
-    private: Annotated[bool, hub_option("--private", help="Only you or the organisation see it.")] = False,
-    revision: Annotated[
-        str | None, hub_option(metavar="NAME", help="The branch; made if there is none. Default: main.")
-    ] = None,
-    message: Annotated[str | None, hub_option(metavar="TEXT", help="The message of the commit.")] = None,
+    hub: HubOptions,
     accept_licence: AcceptLicence = False,
 ) -> None:
     """Publishes a drafter or a pair on the Hub in one commit: weights, config, code, card; if `dflash check` says it works.
@@ -50,7 +57,7 @@ def publish(
         _show(publication)
         print(*licences, sep="\n")
         return
-    published = publish_it(publication, private, revision, message)
+    published = publish_it(publication, **vars(hub))
     if not published.is_new:
         print("Nothing has changed since the last commit.")
     print(*licences, sep="\n", file=sys.stderr)
@@ -58,7 +65,7 @@ def publish(
     print(published.load_line)
 
 
-def _show(plan: Publication) -> None:
+def _show(plan: "Publication") -> None:
     """Prints files and sizes, what is left out, what the card says or lacks, and engines that fail on the drafter."""
     for file in plan.files:
         mark = "  (written)" if file.path in plan.written else ""

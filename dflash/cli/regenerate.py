@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,18 +13,7 @@ from dflash.common.files import check_output, only_writer
 from dflash.common.messages import counted
 
 from . import loading
-from .arguments import (
-    ApiKeyEnv,
-    Device,
-    Dtype,
-    Model,
-    Target,
-    TrustRemoteCode,
-    model_option,
-    panel,
-    result_option,
-    server_option,
-)
+from .arguments import ApiKeyEnv, Model, ModelOptions, Target, model_option, panel, result_option, server_option
 from .terminal import counting_bar
 
 
@@ -31,133 +21,147 @@ LONGEST_SILENCE = 3600.0  # of a server that writes long answers, in seconds
 data_option, answer_option = panel("Data"), panel("Answers")
 
 
-def regenerate(
-    target: Target,
-    data: Annotated[str, typer.Option(help="Chats, prompts or texts: a JSONL file, a folder, or an id on the Hub.")],
-    output: Annotated[Path, typer.Option(help="The .jsonl file to write, for dflash train --data.")],
-    samples: Annotated[int | None, data_option(min=1, help="Number of rows. Default: all.")] = None,
-    split: Annotated[str, data_option(help="Split of a data set that has several.")] = "train",
+@dataclass(frozen=True)
+class AnswerOptions:
+    """The fields of `RegenerationSettings`."""
+
+    samples: Annotated[int | None, data_option(min=1, help="Number of rows. Default: all.")] = None
+    split: Annotated[str, data_option(help="Split of a data set that has several.")] = "train"
     streaming: Annotated[
         bool, data_option("--streaming", help="Answer the first --samples rows; download nothing after them.")
-    ] = False,
-    prompt_tokens: Annotated[int, data_option(min=1, help="Number of tokens of a text that are its prompt.")] = 16,
+    ] = False
+    prompt_tokens: Annotated[int, data_option(min=1, help="Number of tokens of a text that are its prompt.")] = 16
     max_prompt_tokens: Annotated[
         int | None, data_option(min=1, help="Leave out longer prompts; of a chat the first one counts.")
-    ] = None,
+    ] = None
     deduplicate: Annotated[
         bool, data_option(help="Leave out prompts that repeat another one; not for several sampled answers of each.")
-    ] = True,
-    thinking: Annotated[bool, data_option(help="Let the chat template ask for thinking.")] = False,
-    license: Annotated[str | None, data_option(help="Licence of the data. Default: as the source states it.")] = None,
-    max_new_tokens: Annotated[int, answer_option(min=1, help="Longest answer, in tokens.")] = 2048,
-    temperature: Annotated[float, answer_option(help="0 answers greedily; above 0 samples.")] = 0.0,
-    top_p: Annotated[float, answer_option(help="Sample from the smallest set of this probability.")] = 1.0,
-    top_k: Annotated[int, answer_option(help="Sample from this many most probable tokens; 0: all.")] = 0,
-    seed: Annotated[int, answer_option(min=0, help="Of sampling and of --samples.")] = 0,
-    drop_cut: Annotated[bool, answer_option("--drop-cut", help="Leave out answers that the length cut off.")] = False,
+    ] = True
+    thinking: Annotated[bool, data_option(help="Let the chat template ask for thinking.")] = False
+    max_new_tokens: Annotated[int, answer_option(min=1, help="Longest answer, in tokens.")] = 2048
+    temperature: Annotated[float, answer_option(help="0 answers greedily; above 0 samples.")] = 0.0
+    top_p: Annotated[float, answer_option(help="Sample from the smallest set of this probability.")] = 1.0
+    top_k: Annotated[int, answer_option(help="Sample from this many most probable tokens; 0: all.")] = 0
+    seed: Annotated[int, answer_option(min=0, help="Of sampling and of --samples.")] = 0
+    drop_cut: Annotated[bool, answer_option("--drop-cut", help="Leave out answers that the length cut off.")] = False
+
+
+@dataclass(frozen=True)
+class WriterOptions:
+    """What answers, and how much at once."""
+
     batch_size: Annotated[
         int | None, answer_option(min=1, help="Rows at once. Default: 8, with --url 64; a server may take 300.")
-    ] = None,
+    ] = None
     drafter: Annotated[
         str | None,
         model_option(
             help="A first drafter: the same text but for rounding; sooner in small batches, maybe later in large ones."
         ),
-    ] = None,
+    ] = None
     trace: Annotated[
         Path | None, model_option(help="A .jsonl file to write: where drafts were rejected, for dflash adapt.")
-    ] = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
-    url: Annotated[str | None, server_option(help="An OpenAI-compatible server of the target.")] = None,
-    model: Model = None,
-    api_key_env: ApiKeyEnv = None,
-    resume: Annotated[bool, result_option("--resume", help="Continue the run in --output.")] = False,
-    overwrite: Annotated[bool, result_option("--overwrite", help="Begin anew if --output holds a run.")] = False,
+    ] = None
+
+
+@dataclass(frozen=True)
+class AnswerServer:
+    """A server of the target."""
+
+    url: Annotated[str | None, server_option(help="An OpenAI-compatible server of the target.")] = None
+    model: Model = None
+    api_key_env: ApiKeyEnv = None
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """The licence of the output, and what becomes of a run in it."""
+
+    license: Annotated[str | None, data_option(help="Licence of the data. Default: as the source states it.")] = None
+    resume: Annotated[bool, result_option("--resume", help="Continue the run in --output.")] = False
+    overwrite: Annotated[bool, result_option("--overwrite", help="Begin anew if --output holds a run.")] = False
+
+
+def regenerate(
+    *,
+    target: Target,
+    data: Annotated[str, typer.Option(help="Chats, prompts or texts: a JSONL file, a folder, or an id on the Hub.")],
+    output: Annotated[Path, typer.Option(help="The .jsonl file to write, for dflash train --data.")],
+    answers: AnswerOptions,
+    writing: WriterOptions,
+    models: ModelOptions,
+    server: AnswerServer,
+    options: OutputOptions,
 ) -> None:
     """Writes DATA with the target's own answers, to train a drafter on. Chats are written turn by turn.
 
     In N processes, each with its share of the rows, on GPUs or on a CPU (where accelerate launch starts one alone):
     torchrun --nproc_per_node N -m dflash regenerate …
     """
-    if license is not None and not license.strip():
-        raise ValueError("--license is empty: name the licence of the data, as in cc-by-4.0, or leave it out.")
-    _check_writer(url, drafter, model, api_key_env)
-    _check_trace(trace, drafter, data, output)
+    _check_licence(options.license)
+    _check_server(server, writing.drafter)
+    _check_trace(writing, data, output)
     loading.hide_loading_bars()
     from dflash.common.processes import Processes
     from dflash.common.provenance import command, public_name
     from dflash.regeneration import RegenerationRun, RegenerationSettings, regenerate_data
     from dflash.training import check_split
 
-    check_split([data], split)
-    settings = RegenerationSettings(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        thinking=thinking,
-        prompt_tokens=prompt_tokens,
-        max_prompt_tokens=max_prompt_tokens,
-        deduplicate=deduplicate,
-        samples=samples,
-        split=split,
-        streaming=streaming,
-        drop_cut=drop_cut,
-    )
-    loading.known_device(device)
+    check_split([data], answers.split)
+    settings = RegenerationSettings(**vars(answers))
+    loading.known_device(models.device)
     processes = Processes()
+    start = {"resume": options.resume, "overwrite": options.overwrite}
     with ExitStack() as locks:
         if processes.is_first:
-            _claim(locks, output, trace, resume, overwrite)
+            _claim(locks, output, writing.trace, **start)
         target = loading.checkpoint(target, "--target")
-        if url is not None:
-            writer, tokenizer = _server(target, url, model, api_key_env, batch_size or 64, trust_remote_code)
+        if server.url is not None:
+            writer, tokenizer = _load_server(target, server, writing.batch_size or 64, models.trust_remote_code)
         else:
-            place = device or loading.own_device(processes)
-            writer, tokenizer = load_writer(target, drafter, dtype, place, batch_size or 8, trust_remote_code)
-        if trace is not None:
-            _record(writer, trace, tokenizer, target, processes, resume)
-        with answer_bar(processes.is_first) as progress:
-            record = regenerate_data(
-                writer,
-                tokenizer,
-                data,
-                output,
-                settings,
-                resume=resume,
-                overwrite=overwrite,
-                run=RegenerationRun(
-                    processes=processes,
-                    on_begin=progress.begin,
-                    on_done=progress.row,
-                    is_locked=True,
-                    target=target,
-                    license=license,
-                    provenance={"command": command(), "drafter": public_name(drafter), "processes": processes.count},
-                ),
+            own_models = loading.on_own_device(models, processes)
+            writer, tokenizer = load_writer(target, writing.drafter, writing.batch_size or 8, own_models)
+        if writing.trace is not None:
+            _record(writer, writing.trace, tokenizer, target, processes, options.resume)
+        facts = {"command": command(), "drafter": public_name(writing.drafter), "processes": processes.count}
+        with answer_bar(processes.is_first) as bar:
+            run = RegenerationRun(
+                processes=processes,
+                on_begin=bar.begin,
+                on_done=bar.row,
+                is_locked=True,
+                target=target,
+                license=options.license,
+                provenance=facts,
             )
+            record = regenerate_data(writer, tokenizer, data, output, settings, **start, run=run)
         if processes.is_first:
-            if trace is not None:
+            if writing.trace is not None:
                 writer.trace.join()
-            print(record.summary(output, drop_cut))
+            print(record.summary(output, answers.drop_cut))
 
 
-def _check_writer(url: str | None, drafter: str | None, model: str | None, api_key_env: str | None) -> None:
+def _check_licence(license: str | None) -> None:
+    """Raises ValueError for the name of a licence that is empty."""
+    if license is not None and not license.strip():
+        raise ValueError("--license is empty: name the licence of the data, as in cc-by-4.0, or leave it out.")
+
+
+def _check_server(server: AnswerServer, drafter: str | None) -> None:
     """Raises ValueError for options of a server without a server, or for a drafter beside a server."""
-    if url is not None and drafter is not None:
+    if server.url is None:
+        if server != AnswerServer():
+            raise ValueError("--model and --api-key-env say how to ask a server: give its --url, or leave them out.")
+    elif drafter is not None:
         raise ValueError("--url and --drafter are both given: a server has its own drafter (dflash serve).")
-    if url is None and (model is not None or api_key_env is not None):
-        raise ValueError("--model and --api-key-env say how to ask a server: give its --url, or leave them out.")
 
 
-def _check_trace(trace: Path | None, drafter: str | None, data: str, output: Path) -> None:
+def _check_trace(writing: WriterOptions, data: str, output: Path) -> None:
     """Raises ValueError for a trace of no drafts, or in the place of another file."""
+    trace = writing.trace
     if trace is None:
         return
-    if drafter is None:
+    if writing.drafter is None:
         raise ValueError(
             f"--trace {trace} records rejected drafts, and nothing drafts: give --drafter, or leave it out."
         )
@@ -178,22 +182,14 @@ def _claim(locks: ExitStack, output: Path, trace: Path | None, resume: bool, ove
         locks.enter_context(only_writer(trace))
 
 
-def load_writer(
-    target: str,
-    drafter: str | None,
-    dtype: str,
-    device: str | None,
-    batch_size: int,
-    trust_remote_code: bool = False,
-) -> tuple[Any, Any]:
+def load_writer(target: str, drafter: str | None, batch_size: int, models: ModelOptions) -> tuple[Any, Any]:
     """The target in this process, with a drafter if there is one, and its tokenizer."""
     from dflash.regeneration import TargetWriter
 
     if drafter is None:
-        tokenizer = loading.load_tokenizer(target, trust_remote_code)
-        model = loading.load_target(target, dtype, device, trust_remote_code)
-        return TargetWriter(model, None, batch_size), tokenizer
-    pair = loading.load_pair(target, drafter, dtype, device, trust_remote_code)
+        tokenizer = loading.load_tokenizer(target, models.trust_remote_code)
+        return TargetWriter(loading.load_target(target, models), None, batch_size), tokenizer
+    pair = loading.load_pair(target, drafter, models)
     return TargetWriter(pair.target, pair.drafter, batch_size), pair.tokenizer
 
 
@@ -206,24 +202,22 @@ def _record(writer: Any, trace: Path, tokenizer: Any, target: str, processes: An
         loading.say_once(f"Prompts, answers and the places of rejected drafts are recorded in {trace} (--trace).")
 
 
-def _server(
-    target: str, url: str, model: str | None, api_key_env: str | None, batch_size: int, trust_remote_code: bool
-) -> tuple[Any, Any]:
+def _load_server(target: str, server: AnswerServer, batch_size: int, own_code: bool) -> tuple[Any, Any]:
     """The target on a server, and its tokenizer; no weights are loaded here."""
     from transformers import AutoConfig, GenerationConfig
 
     from dflash.common.openai_client import OpenAIClient
     from dflash.regeneration import ServerWriter
 
-    client = OpenAIClient(url, loading.api_key(api_key_env), timeout=LONGEST_SILENCE)
-    tokenizer = loading.load_tokenizer(target, trust_remote_code)
+    client = OpenAIClient(str(server.url), loading.api_key(server.api_key_env), timeout=LONGEST_SILENCE)
+    tokenizer = loading.load_tokenizer(target, own_code)
     with loading.named("--target", target):
-        config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(target, trust_remote_code=own_code)
         try:
             generation_config = GenerationConfig.from_pretrained(target)
         except OSError:  # what the config says of it then counts
             generation_config = GenerationConfig.from_model_config(config)
-    return ServerWriter(client, model, tokenizer, config, generation_config, batch_size), tokenizer
+    return ServerWriter(client, server.model, tokenizer, config, generation_config, batch_size), tokenizer
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import torch
 import view
 
 from dflash.checkpoints import heldout_problems, load_embedded_pair
+from dflash.cli.arguments import ModelOptions
 from dflash.cli.loading import Pair, checked_prompt, dtype_name, encode, load_pair
 from dflash.common.hub import ask_hub_again
 from dflash.common.messages import OWN_CODE, as_sentence
@@ -60,7 +61,7 @@ def load(target: str, drafter: str) -> Pair:
 def load_named(target: str, drafter: str) -> Pair:
     with LOADING:
         ask_hub_again()
-        return load_pair(target, drafter, "auto", None)
+        return load_pair(target, drafter, ModelOptions())
 
 
 def warm_up(pair: Pair) -> None:
