@@ -91,7 +91,9 @@ class Options:
         own_window = getattr(config, "draft_window", None)
         window = keywords.get("draft_window", own_window)
         check_values({"draft_window": window}, SETTINGS)
-        if window and any(config.layer_window(layer) for layer in range(config.num_hidden_layers)):
+        layers = range(config.num_hidden_layers)
+        is_sliding = any(config.layer_window(layer) for layer in layers)
+        if window and is_sliding:
             raise ValueError(f"draft_window={window}: this drafter has sliding layers, leave it out.")
         keywords["draft_window"] = window and tuple(window)
         return cls(**keywords)

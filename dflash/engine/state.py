@@ -91,9 +91,11 @@ def fingerprint(*models: Any) -> list[Any]:
     for model in models:
         state.append(attention_of(model))
         for module in model.modules():
-            leaves = tree_leaves(vars(module))
-            # Other threads may be about to remove their taps.
-            state += [_described(leaf) for leaf in leaves if type(leaf) is not int and not hasattr(leaf, "is_tap")]
+            for leaf in tree_leaves(vars(module)):
+                # Other threads may be about to remove their taps.
+                is_tap = hasattr(leaf, "is_tap")
+                if type(leaf) is not int and not is_tap:
+                    state.append(_described(leaf))
     return state
 
 

@@ -51,9 +51,9 @@ class StepCosts(dict[int, float]):
         """Records a step."""
         before = self.get(width, seconds)
         change = min(seconds, SLOWEST * before) - before
-        if width > 0:
+        if width:
             for other in self:
-                self[other] *= FORGETTING if other > 0 else 1.0
+                self[other] *= FORGETTING if other else 1.0
         self[width] = before + TIME_WEIGHT * change
 
     def of(self, width: int, widest: int) -> float:
@@ -96,7 +96,7 @@ class Experience:
 
     def choose(self, costs: StepCosts) -> int:
         """The number of proposals of the next step."""
-        if self.num_left > 0:
+        if self.num_left:
             self.num_left -= 1
             return 0
         if self.pause:
@@ -107,7 +107,8 @@ class Experience:
         """The widest of the widths that are about as fast as the fastest."""
         speeds = {width: self.speed(width, costs) for width in self.widths}
         least = ABOUT_AS_FAST * max(speeds.values())
-        return max(width for width, speed in speeds.items() if speed >= least)
+        good = [width for width, speed in speeds.items() if speed >= least]
+        return max(good)
 
     def speed(self, width: int, costs: StepCosts) -> float:
         """Expected tokens per second of steps with `width` proposals."""
@@ -172,7 +173,7 @@ class WidthProposer:
             return
         width = proposals.token_ids.shape[1]
         self._costs.add(width, self._elapsed())
-        if width > 0:
+        if width:
             accepted = [accepted_columns(proposals, block) for block in blocks]
             self._known.add_draft(width, accepted, self._costs)
 
