@@ -286,6 +286,9 @@ def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:
         read.setdefault("output_multiplier", read.pop("logit_scale"))
     if read.get("target_layer_ids") is None and nested.get("target_layer_ids") is None:
         read["target_layer_ids"] = _layers_of_states(read.pop("eagle_aux_hidden_state_layer_ids", None))
+    for fields_of_place in (read, nested):
+        if fields_of_place.get("projector_type") == "dflash2":  # ModelOpt's name for what the selector's fields say
+            del fields_of_place["projector_type"]
     if nested.get("projector_type", read.get("projector_type")) == "dspark":
         _complete_dspark(read, nested)
     uses_windows = any([nested.pop("use_swa", False), read.pop("use_swa", False)])

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .canary import Load, run_canary
     from .doctor import DOCTORS_PROMPTS, Setup, run_doctor
     from .eval_run import EvalPlan, check_eval_output, questions_of, run_eval
+    from .heads import HeadReport, check_head
     from .markdown_pages import MARK, fill_pages, names_of, with_table
     from .measurements import Measurement, Prompt, compare, summarise
     from .memory import PeakMemory, allocated_memory
@@ -44,9 +45,9 @@ if TYPE_CHECKING:
 __all__ = [
     "DOCTORS_PROMPTS", "EAGER", "GREEDY", "HAS_NATIVE", "MARK", "METHODS", "NATIVE", "OURS", "PLAIN",
     "PROMPT_LOOKUP", "RANDOM_DRAFTER", "READING_OPERATIONS", "READS", "TASKS", "VARIANTS", "Backend", "BenchPlan",
-    "Difference", "EvalPlan", "Limits", "Load", "Measurement", "PeakMemory", "Profile", "Prompt", "Question",
+    "Difference", "EvalPlan", "HeadReport", "Limits", "Load", "Measurement", "PeakMemory", "Profile", "Prompt", "Question",
     "Server", "Setup", "TaskAnswer", "TimedRun", "allocated_memory", "answer_questions", "caveat",
-    "chat_encoder", "check_eval_output", "check_methods", "check_scorers", "compare", "decoding_methods",
+    "chat_encoder", "check_eval_output", "check_head", "check_methods", "check_scorers", "compare", "decoding_methods",
     "drawings", "extract_code", "fill_pages", "first_difference", "host_syncs", "is_right", "load_questions",
     "markdown", "names_of", "numbered", "pair_backend",
     "place_of", "questions_of", "questions_of_prompts", "read_result", "run_bench", "run_canary", "run_doctor", "run_eval",

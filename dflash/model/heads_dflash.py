@@ -44,13 +44,14 @@ class Path:
     token_ids: torch.Tensor  # [B, R]
     candidate_ids: torch.Tensor  # [B, R, K], the most probable tokens of each position
     scores: torch.Tensor  # [B, R, K] of the candidates, after the tokens chosen before
+    probabilities: torch.Tensor | None  # [B, R, K], that the tokens were drawn by; None: each is the best one
     states: torch.Tensor  # [B, R, H], before the previous token was read
 
 
 class CausalHead:
     """Chooses a path from the anchor through the most probable tokens of each position, token by token.
 
-    A head gives `features`, `rows`, `inputs`, `read` and `vector`. The first three take all positions of a block at once. The
+    A new head gives `weights`, `features`, `rows`, `inputs`, `read` and `vector`. The first three take all positions of a block at once. The
     other two run once a position, on M paths at once, so each of their operations counts. The score of a candidate is its logit
     plus the dot product of its row and `vector`; a head that scores otherwise replaces `scores`. An object is made for each
     block, of a drafter's weights as they are then.
@@ -96,6 +97,10 @@ class CausalHead:
         scores = torch.baddbmm(logits.unsqueeze(-1), rows, vector)
         return scores.squeeze(-1)
 
+    def probabilities(self, scores: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Probabilities [M, K] that candidates with these scores are drawn by. Their sum is 1, or sampled text is wrong."""
+        return (scores.float() / temperature).softmax(dim=-1)
+
     def confidences(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor | None:
         """Logits [...] of the chance that proposals after tokens [...] are accepted if those before them are, or `None`."""
         return None
@@ -127,6 +132,7 @@ class CausalHead:
         state = hidden_states.new_zeros(num_sequences, self.state_size)
         places: list[torch.Tensor] = []
         scores = []
+        probabilities = []
         states = []
         for features, top_logits, rows, first in of_positions:
             states.append(state)
@@ -137,8 +143,9 @@ class CausalHead:
                 choice = of_candidates.argmax(dim=-1)
             else:
                 temperature, uniforms = drawn
-                weights = (of_candidates.float() / temperature).softmax(dim=-1)
+                weights = self.probabilities(of_candidates, temperature)
                 choice = pick(weights, uniforms[:, len(places)])
+                probabilities.append(weights)
             place = first + choice
             places.append(place)
             inputs_before = inputs.index_select(0, place)
@@ -146,6 +153,7 @@ class CausalHead:
             token_ids[torch.stack(places, dim=1)],
             top_ids,
             torch.stack(scores, dim=1),
+            torch.stack(probabilities, dim=1) if probabilities else None,
             torch.stack(states, dim=1),
         )
 

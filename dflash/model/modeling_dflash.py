@@ -47,6 +47,9 @@ class DFlashDraftModel(PreTrainedModel):
     # `dflash.engine`, which makes the loop faster; `None` in a shipped copy.
     engine: ClassVar[Any] = None
 
+    # The head of a subclass that tries a new one; `None`: the one that the config describes.
+    head_class: ClassVar[type[CausalHead] | None] = None
+
     config: DFlashConfig
     d2t: torch.Tensor | None
     config_class = DFlashConfig
@@ -75,7 +78,7 @@ class DFlashDraftModel(PreTrainedModel):
             self.layers.append(DFlashDecoderLayer(config, layer_idx))
         self.norm = DFlashRMSNorm(size, eps=eps)
         self.rotary_emb = qwen3.Qwen3RotaryEmbedding(config)
-        self._head = head_of(config)
+        self._head = self.head_class or head_of(config)
         if self._head is not None:
             for name, module in self._head.weights(config).items():
                 self.add_module(name, module)
@@ -344,14 +347,12 @@ class DFlashDraftModel(PreTrainedModel):
         if confidences is not None:
             confidences = confidences.float().sigmoid().to(device)
             proposals = replace(proposals, confidences=confidences)
-        if drawn is None:
+        if path.probabilities is None:
             return proposals
-        temperature, _ = drawn
-        probabilities = (path.scores.float() / temperature).softmax(dim=-1)
         return replace(
             proposals,
             candidate_ids=path.candidate_ids.to(device),
-            probabilities=probabilities.to(device),
+            probabilities=path.probabilities.to(device),
         )
 
     def check_target(self, target: PreTrainedModel) -> None:

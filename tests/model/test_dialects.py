@@ -338,6 +338,13 @@ def modelopt_dspark() -> Checkpoint:
     return Checkpoint(ZLAB, fields, tensors, weights, is_causal=False, theta=1e6, first_row=0)
 
 
+def modelopt_dflash2() -> Checkpoint:
+    """ModelOpt's DFlash2, which also calls its head by a name."""
+    first = zlab_dflash2()
+    nested = first.fields["dflash_config"] | {"projector_type": "dflash2"}
+    return replace(first, fields=first.fields | {"dflash_config": nested})
+
+
 def modelopt() -> Checkpoint:
     """ModelOpt's export: all layers are called full, and two nested fields say that they slide and are not causal."""
     weights = canonical()
@@ -518,6 +525,7 @@ DIALECTS: dict[str, Callable[[], Checkpoint]] = {
         specforge_dspark,
         modelopt,
         modelopt_dspark,
+        modelopt_dflash2,
         modelopt_causal,
         jetspec,
         jetspec_bidirectional,

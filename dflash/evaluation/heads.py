@@ -1,0 +1,281 @@
+"""Whether a head that chooses token by token keeps what the loop, the trees and the training expect of it.
+
+Everything runs on tiny random models on the CPU, in a few seconds. A fault is a sentence; what is counted needs no clock.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from dflash.drafter import DFlashConfig, DFlashDraftModel
+from dflash.model.heads_dflash import CausalHead
+
+
+MOST_OPERATIONS = 30  # of a position; Domino's head takes 14
+TOLERANCE = 1e-4  # of float32 numbers that are computed in two ways
+TEMPERATURES = (0.5, 1.0, 1.4)
+SMALL_VOCABULARY, LARGE_VOCABULARY = 5, 499  # 499 is a prime number, so no other size is a multiple of it
+NUM_TEXTS = 4000  # sampled, to compare their distribution
+LEAST_P_VALUE = 1e-4  # of such a comparison
+SHAPE: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.4,  # large, so that every token depends much on those before it
+}
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """What `check_head` found."""
+
+    faults: list[str]
+    operations: float  # that the choice of one more position takes
+    num_weights: int  # of the head, at the sizes that it was checked with
+
+
+def check_head(head: type[CausalHead], **fields: Any) -> HeadReport:
+    """Checks a head: its probabilities, paths, texts alone, sampled, in trees and in batches, its files, gradients and cost.
+
+    Args:
+        head: The class.
+        fields: Of the config, which the head reads; small sizes are enough.
+
+    Example:
+        >>> check_head(SelectorHead, selector_rank=4, selector_top_k=3).faults
+        []
+    """
+    trial = _Trial(head, fields)
+    faults: list[str] = []
+    try:
+        for check in (_probabilities, _paths, _texts, _distribution, _files, _gradients, _cost):
+            faults += check(trial)
+    except Exception as error:  # of the head: which one is the researcher's to see
+        faults.append(f"{check.__name__.strip('_')} cannot be checked: {type(error).__name__}: {error}")
+    return HeadReport(faults, trial.operations, sum(weight.numel() for weight in trial.weights().values()))
+
+
+class _Trial:
+    """A target and a drafter with the head, whose weights are large enough to change what is proposed."""
+
+    def __init__(self, head: type[CausalHead], fields: dict[str, Any]) -> None:
+        class Drafter(DFlashDraftModel):
+            head_class = head
+            _auto_class = None  # no code is written beside its weights
+
+        self.drafter_class = Drafter
+        self.fields = fields
+        self.operations = 0.0
+        self.target, self.drafter = self.pair(LARGE_VOCABULARY)
+
+    def pair(self, vocab_size: int) -> tuple[PreTrainedModel, Any]:
+        """The models, which have so many tokens."""
+        torch.manual_seed(0)
+        ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        target = Qwen3ForCausalLM(Qwen3Config(vocab_size=vocab_size, num_hidden_layers=2, **SHAPE, **ids)).eval()
+        of_drafter: dict[str, Any] = {
+            "num_hidden_layers": 1,
+            "num_target_layers": 2,
+            "target_layer_ids": [0],
+            "block_size": 5,
+            "mask_token_id": vocab_size - 1,
+        }
+        config = DFlashConfig(vocab_size=vocab_size, **SHAPE, **of_drafter, **self.fields)
+        drafter = self.drafter_class(config).eval()
+        with torch.no_grad():
+            for name, weight in drafter.named_parameters():
+                if name.split(".")[0] in drafter.head_names():
+                    weight.normal_(std=0.7)
+        return target, drafter
+
+    def head(self) -> CausalHead:
+        """The head, bound to the drafter and the target."""
+        head: CausalHead | None = self.drafter.causal_head(self.target.get_input_embeddings())
+        assert head is not None
+        return head
+
+    def block(self, num_sequences: int, num_positions: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Random hidden states [B, R, D], their logits [B, R, V] and anchors [B, 1]."""
+        generator = torch.Generator().manual_seed(num_positions)
+        hidden_states = torch.randn(num_sequences, num_positions, SHAPE["hidden_size"], generator=generator)
+        anchors = torch.randint(LARGE_VOCABULARY, (num_sequences, 1), generator=generator)
+        logits = self.drafter.compute_logits(hidden_states, self.target.get_output_embeddings())
+        return hidden_states, logits, anchors
+
+    def weights(self) -> dict[str, torch.nn.Parameter]:
+        """Those of the head, by name."""
+        modules = self.drafter.head_names()
+        return {name: weight for name, weight in self.drafter.named_parameters() if name.split(".")[0] in modules}
+
+
+@torch.no_grad()
+def _probabilities(trial: _Trial) -> Iterator[str]:
+    """Those that tokens are drawn by have a sum of 1, are not negative, and belong to the tokens that the path holds."""
+    block = trial.block(3)
+    for temperature in TEMPERATURES:
+        uniforms = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        path = trial.head().choose_path(*block, (temperature, uniforms))
+        if path.probabilities is None:
+            yield "probabilities: a drawn path has none, and rejection needs them."
+            return
+        sums = path.probabilities.double().sum(dim=-1)
+        worst = sums.flatten()[(sums - 1).abs().argmax()]
+        if not abs(worst - 1) < TOLERANCE:
+            yield f"probabilities: those of a position have a sum of {worst:.4f} at temperature {temperature}, not 1."
+        if not bool((path.probabilities >= 0).all()):
+            yield f"probabilities: one is {path.probabilities.min():.4f} at temperature {temperature}."
+        is_candidate = (path.candidate_ids == path.token_ids[..., None]).any(dim=-1)
+        if not bool(is_candidate.all()):
+            yield "choose_path: a chosen token is none of its position's candidates."
+
+
+@torch.no_grad()
+def _paths(trial: _Trial) -> Iterator[str]:
+    """Scores follow from hidden states, logits and the tokens before alone: read again, in a batch and token by token."""
+    head = trial.head()
+    hidden_states, logits, anchors = trial.block(3)
+    path = head.choose_path(hidden_states, logits, anchors)
+    alone = head.choose_path(hidden_states[1:2], logits[1:2], anchors[1:2])
+    if not torch.allclose(alone.scores[0], path.scores[1], atol=TOLERANCE):
+        yield "scores: those of a text differ alone and in a batch, so a sequence reads another one's."
+    before = torch.cat([anchors, path.token_ids[:, :-1]], dim=1)
+    state = hidden_states.new_zeros(3, head.state_size)
+    features = head.features(hidden_states)
+    top_logits = logits.gather(-1, path.candidate_ids)
+    for i in range(hidden_states.shape[1]):
+        if path.states[:, i].shape != state.shape or not torch.allclose(path.states[:, i], state, atol=TOLERANCE):
+            yield f"read: the state before position {i} is not that of the tokens before it; trees and training read it anew."
+            return
+        state = head.read(head.inputs(before[:, i]), state)
+        rows = head.rows(path.candidate_ids[:, i], torch.full((3,), i))
+        scores = head.scores(features[:, i], top_logits[:, i], rows, state)
+        if not torch.allclose(scores, path.scores[:, i], atol=TOLERANCE):
+            yield f"scores: those of position {i} differ when they are computed alone, as trees and training do."
+            return
+
+
+def _texts(trial: _Trial) -> Iterator[str]:
+    """Greedy texts are the target's: alone, in a batch, along a tree; sampled ones are the same for a seed."""
+    prompts = torch.randint(LARGE_VOCABULARY - 1, (3, 6), generator=torch.Generator().manual_seed(2))
+    options: dict[str, Any] = {"max_new_tokens": 12, "stop_token_ids": []}
+    target: Any = trial.target
+    plain = target.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=12)
+    for name, rows, more in (("alone", 1, {}), ("in a batch", 3, {}), ("along a tree", 1, {"draft_tree": 12})):
+        text = trial.drafter.spec_generate(prompts[:rows], target=trial.target, temperature=0.0, **options, **more)
+        if not torch.equal(text, plain[:rows]):
+            yield f"texts: the greedy text {name} is not the target's."
+    sampled = [
+        trial.drafter.spec_generate(
+            prompts[:1], target=trial.target, temperature=1.2, verification="match", **options, **more,
+            generator=torch.Generator().manual_seed(3),
+        )
+        for more in ({}, {"draft_tree": 12})
+    ]  # fmt: skip
+    if not torch.equal(*sampled):
+        yield "texts: a seed's sampled text along a tree is not that along a chain."
+
+
+def _distribution(trial: _Trial) -> Iterator[str]:
+    """Texts that are sampled with drawn proposals have the target's distribution (chi-square)."""
+    target, drafter = trial.pair(SMALL_VOCABULARY)
+    prompt = torch.tensor([[1, 2]])
+    temperature = 1.4
+    every = torch.cartesian_prod(torch.arange(SMALL_VOCABULARY), torch.arange(SMALL_VOCABULARY))
+    with torch.no_grad():
+        logits = target(torch.cat([prompt.expand(len(every), -1), every], dim=1)).logits[:, 1:-1].double()
+    of_tokens = (logits / temperature).softmax(dim=-1).gather(-1, every[..., None]).squeeze(-1)
+    expected = NUM_TEXTS * of_tokens.prod(dim=1)
+    for verification in ("rejection", "block"):
+        texts = drafter.spec_generate(
+            prompt.expand(NUM_TEXTS, -1), target=target, temperature=temperature, top_k=0, max_new_tokens=3,
+            verification=verification, stop_token_ids=[], generator=torch.Generator().manual_seed(4),
+        )  # fmt: skip
+        index = SMALL_VOCABULARY * texts[:, 2] + texts[:, 3]
+        counts = torch.bincount(index, minlength=len(every)).double()
+        statistic = ((counts - expected) ** 2 / expected.clamp(min=1e-9))[expected >= 5].sum()
+        freedom = torch.tensor(float((expected >= 5).sum()), dtype=torch.float64)
+        p_value = torch.special.gammaincc(freedom / 2, statistic / 2)
+        if p_value < LEAST_P_VALUE:
+            yield f"distribution: with verification={verification!r}, sampled texts have another one (p = {p_value:.0e})."
+
+
+@torch.no_grad()
+def _files(trial: _Trial) -> Iterator[str]:
+    """A saved drafter is the same one."""
+    with tempfile.TemporaryDirectory() as folder:
+        trial.drafter.save_pretrained(folder)
+        again = trial.drafter_class.from_pretrained(folder)
+    block = trial.block(3)
+    first = trial.head().choose_path(*block)
+    second = again.causal_head(trial.target.get_input_embeddings()).choose_path(*block)
+    if not torch.equal(first.scores, second.scores):
+        yield "files: a drafter that was saved and loaded gives other scores."
+
+
+def _gradients(trial: _Trial) -> Iterator[str]:
+    """Each weight learns from the choice after true tokens, or from the confidence."""
+    head = trial.head()
+    hidden_states, logits, anchors = trial.block(3)
+    tokens = logits.topk(head.top_k).indices[..., 0]
+    previous = torch.cat([anchors, tokens[:, :-1]], dim=1)
+    loss = torch.zeros(())
+    state = hidden_states.new_zeros(3, head.state_size)
+    features = head.features(hidden_states)
+    top = logits.detach().topk(head.top_k)
+    for i in range(hidden_states.shape[1]):
+        state = head.read(head.inputs(previous[:, i]), state)
+        rows = head.rows(top.indices[:, i], torch.full((3,), i))
+        scores = head.scores(features[:, i], top.values[:, i], rows, state)
+        loss = loss - scores.log_softmax(dim=-1)[:, 0].sum()
+    confidences = head.confidences(hidden_states, previous)
+    if confidences is not None:
+        loss = loss + torch.nn.functional.softplus(confidences).sum()
+    weights = trial.weights()
+    gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    for name, gradient in zip(weights, gradients, strict=True):
+        if gradient is None or not bool(gradient.any()):
+            yield f"gradients: {name} gets none, so it learns nothing."
+        elif not bool(gradient.isfinite().all()):
+            yield f"gradients: that of {name} is not finite."
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations, and those whose result has a size of the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.num_wide = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        is_view = function.is_view
+        self.count += not is_view
+        self.num_wide += not is_view and LARGE_VOCABULARY in getattr(result, "shape", ())
+        return result
+
+
+@torch.no_grad()
+def _cost(trial: _Trial) -> Iterator[str]:
+    """What one more position takes: few operations, and none over the vocabulary."""
+    counts = []
+    for num_positions in (4, 8):
+        block = trial.block(1, num_positions)
+        head = trial.head()
+        with _Operations() as operations:
+            head.choose_path(*block)
+        counts.append((operations.count, operations.num_wide))
+    (count, num_wide), (more, more_wide) = counts
+    trial.operations = (more - count) / 4
+    if trial.operations > MOST_OPERATIONS:
+        yield f"cost: a position takes {trial.operations:g} operations, more than {MOST_OPERATIONS}: compute what you can before."
+    if more_wide > num_wide:
+        yield "cost: a position reads the whole vocabulary: score its candidates alone."
