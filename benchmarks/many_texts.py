@@ -15,6 +15,7 @@ from typing import Any
 
 from measuring import argument_parser, finish, heldout_prompts, parsed, turns
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.utils import logging
 
 from dflash.checkpoints import load_embedded_pair
 from dflash.common.stopwatch import stopwatch
@@ -75,6 +76,7 @@ def static(drafter: Any, target: PreTrainedModel, prompts: Texts, lengths: list[
 
 def main() -> None:
     args = arguments()
+    logging.set_verbosity_error()  # a warning for each request would be timed
     target, drafter, tokenizer = load_embedded_pair()
     questions = heldout_prompts(tokenizer)
     prompts = [questions[index % len(questions)] for index in range(args.requests)]
@@ -98,18 +100,19 @@ def main() -> None:
         seconds[name].append(elapsed())
         print(f"{name}: {sum(lengths) / seconds[name][-1]:.0f} tokens/s", flush=True)
     rows = []
+    medians = {name: median(times) for name, times in seconds.items()}
     for name in args.ways:
-        speed = sum(lengths) / median(seconds[name])
-        over = {
-            f"over_{other}": median(seconds[other]) / median(seconds[name]) for other in args.ways if other != name
+        pairs = zip(texts[name], texts[args.ways[0]], strict=True)
+        row = {
+            "method": name,
+            "identical": sum(own == other for own, other in pairs) / len(prompts),
+            "tokens_per_second": sum(lengths) / medians[name],
+            "seconds": seconds[name],
         }
-        identical = sum(own == other for own, other in zip(texts[name], texts[args.ways[0]], strict=True)) / len(
-            prompts
-        )
-        rows.append(
-            {"method": name, "tokens_per_second": speed, "seconds": seconds[name], "identical": identical, **over}
-        )
-        print(rows[-1])
+        for key, other in (("over_theirs", THEIRS), ("over_static", STATIC)):
+            if other in medians:
+                row[key] = medians[other] / medians[name]
+        rows.append(row)
     settings = {name: value for name, value in vars(args).items() if name not in ("output", "ways")}
     finish(
         args.output,

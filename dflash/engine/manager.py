@@ -26,8 +26,8 @@ from transformers.utils import logging
 from dflash.model.configuration_dflash import check_values
 from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS, Block
 from dflash.model.generation_dflash import generate_blocks
-from dflash.model.requests_dflash import IS_COUNT, IS_COUNT_OR_ZERO, own_processors
-from dflash.model.targets_dflash import InexactError
+from dflash.model.requests_dflash import IS_COUNT, IS_COUNT_OR_ZERO, first_of, own_processors
+from dflash.model.targets_dflash import InexactError, max_positions
 
 from .batching import Batch, Conversations, Member, read_prompts
 
@@ -145,6 +145,9 @@ class BatchManager:
         limits = {name: getattr(continuous_batching_config, name, None) for name in LIMITS}
         check_values(limits, LIMITS)
         self._chunk_size = min(PROMPT_CHUNK, limits["max_batch_tokens"] or PROMPT_CHUNK)
+        config = generation_config or target.generation_config
+        # As in transformers: then a text ends at a stop token, or where the target's positions end.
+        self._is_endless = first_of(keywords.get("max_new_tokens"), config.max_new_tokens) is None
         self._settings = self._checked(keywords)
         self._chunk_size = self._settings["prefill_chunk_size"]
         # A request that is checked and not run. Its generator spares torch's global one.
@@ -249,7 +252,7 @@ class BatchManager:
         Args:
             input_ids: The token ids of one prompt.
             request_id: Its id, which no other request without a read result has. Default: a new one.
-            max_new_tokens: Default: that of the generation config.
+            max_new_tokens: Default: that of the generation config, or as many as the target has positions for.
             streaming: Whether there is a result after each step, with all tokens so far.
             record_timestamps: Has no effect: an output holds no times.
             eos_token_id: What ends this text. Default: that of the generation config.
@@ -572,6 +575,10 @@ class BatchManager:
 
     def _prepared(self, ticket: Ticket) -> Member:
         keywords = dict(ticket.keywords)
+        limit = max_positions(self.model)
+        if self._is_endless and limit is not None:
+            num_left = limit - len(ticket.output.prompt_ids)
+            keywords.setdefault("max_new_tokens", max(num_left, 1))
         if self._seed is not None:
             keywords["generator"] = torch.Generator().manual_seed(self._seed + ticket.number)
         member: Member = self._decoder(ticket.output.prompt_ids, decoder_class=Member, **keywords)
@@ -696,7 +703,7 @@ def generate_batch(
         continuous_batching_config (`ContinuousBatchingConfig`, *optional*): Bounds, as [`BatchManager`] reads them.
         progress_bar (`bool`, defaults to `False`): Whether to show how many texts are complete.
         target (`PreTrainedModel`): A decoder-only model, loaded by `AutoModelForCausalLM`.
-        max_new_tokens (`int`, *optional*): Default: that of the generation config.
+        max_new_tokens (`int`, *optional*): Default: that of the generation config, or as many as the target has positions for.
         keywords: Keywords of [`generate_blocks`] for all requests.
 
     Returns:

@@ -239,6 +239,15 @@ def test_a_generation_config_serves_all_requests(texts: Texts) -> None:
     assert config.use_cache is False
 
 
+def test_a_text_without_a_length_ends_with_the_positions() -> None:
+    """As in transformers' continuous batching: its callers rely on stop tokens alone."""
+    texts = Texts(make_target("qwen3", num_hidden_layers=2, max_position_embeddings=32))
+    outputs = generate_batch(texts.drafter, texts.prompts[2:4], target=texts.target, **GREEDY)
+    for output, truth in zip(outputs.values(), texts.truths[2:4], strict=True):
+        assert len(output.prompt_ids) + len(output.generated_tokens) == 32
+        assert is_right(output, truth)
+
+
 # -- bounds
 
 
