@@ -10,11 +10,13 @@ its longest one has, and what is beyond a text's own length is not counted.
 import argparse
 import random
 from collections.abc import Callable
+from resource import RUSAGE_SELF, getrusage
 from statistics import median
 from typing import Any
 
 from measuring import argument_parser, finish, heldout_prompts, parsed, turns
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.utils import logging
 
 from dflash.checkpoints import load_embedded_pair
 from dflash.common.stopwatch import stopwatch
@@ -38,6 +40,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--adaptive", action="store_true", help="as many proposals as pay")
     parser.add_argument("--ways", nargs="+", choices=[THEIRS, OURS, STATIC], default=[THEIRS, OURS, STATIC])
     return parsed(parser)
+
+
+def cpu_seconds() -> float:
+    """What this process has used of the processor: on a machine that does other work, too, this says more than a clock."""
+    usage = getrusage(RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def managed(init: Callable[..., Any], prompts: Texts, lengths: list[int], rows: int) -> Texts:
@@ -75,6 +83,7 @@ def static(drafter: Any, target: PreTrainedModel, prompts: Texts, lengths: list[
 
 def main() -> None:
     args = arguments()
+    logging.set_verbosity_error()  # a warning for each request would be timed
     target, drafter, tokenizer = load_embedded_pair()
     questions = heldout_prompts(tokenizer)
     prompts = [questions[index % len(questions)] for index in range(args.requests)]
@@ -91,25 +100,31 @@ def main() -> None:
         STATIC: lambda: static(drafter, target, prompts, lengths, args.static_rows),
     }
     seconds: dict[str, list[float]] = {name: [] for name in args.ways}
+    cpu: dict[str, list[float]] = {name: [] for name in args.ways}
     texts: dict[str, Texts] = {}
     for name in turns(args.ways, args.repeats):
         elapsed = stopwatch()
+        cpu_before = cpu_seconds()
         texts[name] = ways[name]()
         seconds[name].append(elapsed())
+        cpu[name].append(cpu_seconds() - cpu_before)
         print(f"{name}: {sum(lengths) / seconds[name][-1]:.0f} tokens/s", flush=True)
     rows = []
+    medians = {name: median(times) for name, times in seconds.items()}
     for name in args.ways:
-        speed = sum(lengths) / median(seconds[name])
-        over = {
-            f"over_{other}": median(seconds[other]) / median(seconds[name]) for other in args.ways if other != name
+        pairs = zip(texts[name], texts[args.ways[0]], strict=True)
+        row = {
+            "method": name,
+            "identical": sum(own == other for own, other in pairs) / len(prompts),
+            "tokens_per_second": sum(lengths) / medians[name],
+            "seconds": seconds[name],
+            "cpu_seconds": cpu[name],
         }
-        identical = sum(own == other for own, other in zip(texts[name], texts[args.ways[0]], strict=True)) / len(
-            prompts
-        )
-        rows.append(
-            {"method": name, "tokens_per_second": speed, "seconds": seconds[name], "identical": identical, **over}
-        )
-        print(rows[-1])
+        for key, other in (("over_theirs", THEIRS), ("over_static", STATIC)):
+            if other in medians:
+                row[key] = medians[other] / medians[name]
+                row[f"{key}_by_cpu"] = median(cpu[other]) / median(cpu[name])
+        rows.append(row)
     settings = {name: value for name, value in vars(args).items() if name not in ("output", "ways")}
     finish(
         args.output,

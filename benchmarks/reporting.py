@@ -49,6 +49,10 @@ COLUMNS = {
     "over_plain": Column(f"to {PLAIN}", 2, unit="x"),
     "taps_bytes": Column("of it hidden states, MiB", 0, scale=2**-20),
     "way": Column("layout"),
+    "over_theirs": Column("to transformers", 2, unit="x"),
+    "over_static": Column("to static batches", 2, unit="x"),
+    "over_theirs_by_cpu": Column("by CPU time", 2, unit="x"),
+    "over_static_by_cpu": Column("by CPU time", 2, unit="x"),
     "over_naive": Column("to naive", 2, unit="x"),
     "live_bytes": Column("peak memory, MiB", 0, scale=2**-20),
     "ms": Column("ms", 0),
@@ -70,6 +74,15 @@ FIELDS: dict[str, Sequence[str]] = {
     "batch": ("batch_size", "identical", "tokens_per_second", "speedup"),
     "conversation": ("turn", "identical", "prompt_tokens", "reused_tokens", "ms_to_first_token"),
     "sampling": ("proposals", "prompts", "tau"),
+    "many texts": (
+        "method",
+        "identical",
+        "tokens_per_second",
+        "over_theirs",
+        "over_theirs_by_cpu",
+        "over_static",
+        "over_static_by_cpu",
+    ),
     "engine": ("vllm", "identical", "identical_in_one_batch", "tau", "vllm_tau"),
 }
 

@@ -12,6 +12,7 @@ from .common.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .drafter import DFlashConfig, DFlashDraftModel
+    from .engine.history import History
     from .engine.manager import BatchManager, BatchOutput, generate_batch
     from .model.configuration_dflash import default_target_layer_ids
     from .model.decoding_dflash import Block, Conversation
@@ -25,6 +26,7 @@ __all__ = [
     "DFlashConfig",
     "DFlashDraftModel",
     "DFlashOutput",
+    "History",
     "custom_generate",
     "default_target_layer_ids",
     "generate_batch",

@@ -12,6 +12,7 @@
 | `recorded` | that function recorded as a CUDA graph |
 | `runner` | which of them a request gets |
 | `batching` | a batch whose rows belong to requests of their own |
+| `history` | proposals from earlier texts, for many texts at once |
 | `manager` | many texts at once: `generate_batch`, and a manager for requests that come at any time |
 
 A checkpoint's own code has none of it and refuses its keywords by name.

@@ -20,11 +20,12 @@ from torch.nn.utils.rnn import pad_sequence
 from dflash.model.acceptance_dflash import Acceptance, Acceptor, Proposals
 from dflash.model.cache_dflash import PreallocatedLayer, to_host
 from dflash.model.decoding_dflash import Block, Conversation, EagerRunner, Step
-from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer
+from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer, num_proposals
 from dflash.model.requests_dflash import Request, check_masks
 from dflash.model.sequences_dflash import TextSequence
 from dflash.model.targets_dflash import InexactError
 
+from .history import History, HistoryProposer
 from .lookup import LookupProposer
 from .runner import EngineDecoder
 from .trees import TreeAcceptor, TreeCache
@@ -288,11 +289,13 @@ class Batch(Member):
     Attributes:
         members (`dict[int, Member]`): The requests of its rows, by number, which is the index of their sequence.
         conversations (`Conversations`, *optional*): What keeps the caches of rows that end.
+        history (`History`, *optional*): Earlier texts that rows are looked up in.
     """
 
     members: dict[int, Member]
     acceptor: BatchAcceptor
     conversations: Conversations | None = None
+    history: History | None = None
 
     def __init__(self, request: Request, acceptor: Acceptor, cut: Any = None) -> None:
         self.members = {}
@@ -320,6 +323,8 @@ class Batch(Member):
     def new_runner(self) -> EagerRunner:
         """The runner of the batch's steps."""
         runner = EngineDecoder.new_runner(self)
+        if self.history is not None:
+            runner.proposer = HistoryProposer(runner.proposer, self.history, num_proposals(self.request))
         runner.has_kept = self._keep_ended  # type: ignore[attr-defined]
         return runner
 
@@ -369,6 +374,9 @@ class Batch(Member):
         """Forgets a request whose row has left."""
         del self.members[number]
         proposer = self.runner.proposer
+        if isinstance(proposer, HistoryProposer):
+            proposer.forget(number)
+            proposer = proposer.drafts
         if isinstance(proposer, LookupProposer):
             proposer._lookups.pop(number, None)
 

@@ -26,10 +26,11 @@ from transformers.utils import logging
 from dflash.model.configuration_dflash import check_values
 from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS, Block
 from dflash.model.generation_dflash import generate_blocks
-from dflash.model.requests_dflash import IS_COUNT, IS_COUNT_OR_ZERO, own_processors
-from dflash.model.targets_dflash import InexactError
+from dflash.model.requests_dflash import IS_COUNT, IS_COUNT_OR_ZERO, first_of, own_processors
+from dflash.model.targets_dflash import InexactError, max_positions
 
 from .batching import Batch, Conversations, Member, read_prompts
+from .history import History
 
 
 logger = logging.get_logger(__name__)
@@ -120,6 +121,7 @@ class BatchManager:
         continuous_batching_config (`ContinuousBatchingConfig`, *optional*): Its `max_requests_per_batch`, `max_batch_tokens`,
             `num_blocks` times `page_size`, `max_queue_size`, `allow_block_sharing`, `seed` and `return_logprobs` are read.
         generator (`torch.Generator`, *optional*): What draws the seed, if the config has none. Default: torch's global one.
+        history (`History`, *optional*): Earlier texts, which drafts are taken from, and to which all texts are added.
         keywords: Keywords of `generate_blocks` for all requests.
 
     Raises:
@@ -135,6 +137,7 @@ class BatchManager:
         generation_config: Any = None,
         continuous_batching_config: Any = None,
         generator: torch.Generator | None = None,
+        history: History | None = None,
         **keywords: Any,
     ) -> None:
         self.model = target
@@ -145,6 +148,9 @@ class BatchManager:
         limits = {name: getattr(continuous_batching_config, name, None) for name in LIMITS}
         check_values(limits, LIMITS)
         self._chunk_size = min(PROMPT_CHUNK, limits["max_batch_tokens"] or PROMPT_CHUNK)
+        config = generation_config or target.generation_config
+        # As in transformers: then a text ends at a stop token, or where the target's positions end.
+        self._is_endless = first_of(keywords.get("max_new_tokens"), config.max_new_tokens) is None
         self._settings = self._checked(keywords)
         self._chunk_size = self._settings["prefill_chunk_size"]
         # A request that is checked and not run. Its generator spares torch's global one.
@@ -152,6 +158,7 @@ class BatchManager:
         self._batch: Any = self._decoder([self._harmless_id()], **probe)
         self._most_rows = self._rows_allowed(limits["max_requests_per_batch"], limits["max_batch_tokens"])
         self._most_positions = self._positions_allowed(limits["num_blocks"])
+        self._history = self._batch.history = history
         self._conversations = Conversations(self._most_rows)
         # Running states could only go on from a text's very end.
         if getattr(continuous_batching_config, "allow_block_sharing", True) and not self._batch.target.mixers:
@@ -249,7 +256,7 @@ class BatchManager:
         Args:
             input_ids: The token ids of one prompt.
             request_id: Its id, which no other request without a read result has. Default: a new one.
-            max_new_tokens: Default: that of the generation config.
+            max_new_tokens: Default: that of the generation config, or as many as the target has positions for.
             streaming: Whether there is a result after each step, with all tokens so far.
             record_timestamps: Has no effect: an output holds no times.
             eos_token_id: What ends this text. Default: that of the generation config.
@@ -572,6 +579,10 @@ class BatchManager:
 
     def _prepared(self, ticket: Ticket) -> Member:
         keywords = dict(ticket.keywords)
+        limit = max_positions(self.model)
+        if self._is_endless and limit is not None:
+            num_left = limit - len(ticket.output.prompt_ids)
+            keywords.setdefault("max_new_tokens", max(num_left, 1))
         if self._seed is not None:
             keywords["generator"] = torch.Generator().manual_seed(self._seed + ticket.number)
         member: Member = self._decoder(ticket.output.prompt_ids, decoder_class=Member, **keywords)
@@ -617,6 +628,8 @@ class BatchManager:
         if error is not None:
             output.status = RequestStatus.FAILED
             output.error = str(error) or type(error).__name__
+        elif self._history is not None:
+            self._history.add(output.prompt_ids + output.generated_tokens)
         if self._rows.pop(ticket.number, None) is not None:
             self._batch.leave(ticket.number)
         if ticket in self._reading:
@@ -696,7 +709,7 @@ def generate_batch(
         continuous_batching_config (`ContinuousBatchingConfig`, *optional*): Bounds, as [`BatchManager`] reads them.
         progress_bar (`bool`, defaults to `False`): Whether to show how many texts are complete.
         target (`PreTrainedModel`): A decoder-only model, loaded by `AutoModelForCausalLM`.
-        max_new_tokens (`int`, *optional*): Default: that of the generation config.
+        max_new_tokens (`int`, *optional*): Default: that of the generation config, or as many as the target has positions for.
         keywords: Keywords of [`generate_blocks`] for all requests.
 
     Returns:

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from itertools import pairwise
+from pathlib import Path
 from queue import Full
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +29,9 @@ from tiny_models import (
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from dflash import Conversation, spec_generate
+from dflash import Conversation, History, spec_generate
 from dflash.engine.batching import Conversations
+from dflash.engine.history import BYTES_PER_TOKEN
 from dflash.engine.manager import BatchManager, generate_batch
 from dflash.model.cache_dflash import LinearAttentionLayer
 from dflash.model.targets_dflash import InexactError
@@ -106,6 +108,11 @@ def test_running_states_join_the_batch(family: str) -> None:
     ]
     drafter = scripted(target, prompts, **layers)
     ids = [prompt[0].tolist() for prompt in prompts]
+    manager = BatchManager(drafter, target, continuous_batching_config=limits(), **GREEDY)
+    manager.add_request(ids[0], max_new_tokens=1)  # so that the batch begins with the second of those read together
+    manager.add_request(ids[1], max_new_tokens=12)
+    second = list(manager.run())[-1]
+    assert second.generated_tokens == drafter.truths[1][len(ids[1]) :][:12]
     outputs = generate_batch(
         drafter,
         ids,
@@ -239,6 +246,15 @@ def test_a_generation_config_serves_all_requests(texts: Texts) -> None:
     assert config.use_cache is False
 
 
+def test_a_text_without_a_length_ends_with_the_positions() -> None:
+    """As in transformers' continuous batching: its callers rely on stop tokens alone."""
+    texts = Texts(make_target("qwen3", num_hidden_layers=2, max_position_embeddings=32))
+    outputs = generate_batch(texts.drafter, texts.prompts[2:4], target=texts.target, **GREEDY)
+    for output, truth in zip(outputs.values(), texts.truths[2:4], strict=True):
+        assert len(output.prompt_ids) + len(output.generated_tokens) == 32
+        assert is_right(output, truth)
+
+
 # -- bounds
 
 
@@ -340,6 +356,40 @@ def test_the_least_recently_used_conversation_is_dropped_first() -> None:
     assert kept.find([5, 6, 7]) is None, "it was used least recently"
     assert kept.find([1, 8, 8]) is None, "each shares less than half"
     assert kept.find([1, 2, 9]) is third
+
+
+# -- earlier texts
+
+
+def test_earlier_texts_save_steps_and_change_no_text(texts: Texts) -> None:
+    """The drafter is right for few tokens; the second time, what was written before is right for whole blocks."""
+    history = History(ngram_size=3)
+    for settings in ({}, {"temperature": 0.8}):
+        plain = texts.generate(limits(seed=4), prompt_lookup_num_tokens=0, **settings)
+        first = texts.generate(limits(seed=4), history=history, prompt_lookup_num_tokens=0, **settings)
+        again = texts.generate(limits(seed=4), history=history, prompt_lookup_num_tokens=0, **settings)
+        for outputs in (first, again):
+            assert [output.generated_tokens for output in outputs] == [output.generated_tokens for output in plain]
+        steps = [sum(len(output.acceptance_lengths) for output in outputs) for outputs in (first, again)]
+        assert steps[1] < 0.75 * steps[0]
+
+
+def test_a_history_is_bounded_saved_and_loaded(tmp_path: Path) -> None:
+    history = History(most_bytes=20 * BYTES_PER_TOKEN, ngram_size=2)
+    history.add([1, 2, 3, 4, 5])
+    history.add([9, 1, 2, 6])
+    assert history.after([7, 1, 2], 3) == [6], "the newest text is looked up first"
+    assert history.after([3, 4], 3) == [5]
+    assert history.after([4, 5], 3) == history.after([8, 8], 3) == history.after([1], 3) == []
+    history.save(tmp_path / "texts")
+    loaded = History(ngram_size=2)
+    loaded.load(tmp_path / "texts")
+    assert loaded.after([2, 3], 1) == [4]
+    history.add(list(range(50, 66)))
+    assert history.after([2, 3], 1) == [], "the oldest text was dropped"
+    assert history.after([9, 1], 1) == [2]
+    history.add(list(range(100, 200)))
+    assert (history.num_tokens, history._ends) == (0, {})
 
 
 # -- bad input
