@@ -18,7 +18,7 @@ from .train import StartOptions, announce, chosen_of, finished, say_complete, sa
 written_option = panel("What the target writes")
 
 
-@dataclass(frozen=True)
+@dataclass
 class AdaptationData:
     """The texts."""
 
@@ -32,7 +32,7 @@ class AdaptationData:
     general_share: Annotated[float, typer.Option(help="Share of the tokens that are of --general, at most.")] = 0.3
 
 
-@dataclass(frozen=True)
+@dataclass
 class AdaptationAnswers:
     """Fields of `RegenerationSettings`."""
 

@@ -1,7 +1,7 @@
 """Options that several commands have, and the panels that group them in the help."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -44,15 +44,16 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     The help names the types of options by a letter: whole names then have room on 80 columns.
     """
-    flags: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
-    for parameter in inspect.signature(command).parameters.values():
-        group: Any = parameter.annotation
-        if is_dataclass(group):
-            groups[parameter.name] = group
-            flags += inspect.signature(group).parameters.values()
-        else:
-            flags.append(parameter)
+    flags = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        options: Mapping[str, inspect.Parameter] = {name: parameter}
+        if is_dataclass(parameter.annotation):
+            groups[name] = parameter.annotation
+            options = inspect.signature(groups[name]).parameters
+        for flag, option in options.items():
+            flags[flag] = option.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            _shorten_type(option.annotation)
 
     def run(**values: Any) -> None:
         for name, group in groups.items():
@@ -60,15 +61,13 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = group(**options)
         command(**values)
 
-    own = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in flags]
-    run.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
-    run.__annotations__ = {flag.name: flag.annotation for flag in own}
-    for flag in own:
-        _shorten_type(flag.annotation)
+    run.__signature__ = inspect.Signature(list(flags.values()))  # type: ignore[attr-defined]
+    run.__annotations__ = {name: flag.annotation for name, flag in flags.items()}
     return run
 
 
 def _shorten_type(annotation: Any) -> None:
+    """Names the type of an option by a letter."""
     words = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
     hint, *notes = get_args(annotation)
     kinds = _kinds(hint)
@@ -120,7 +119,7 @@ AsJson = Annotated[bool, result_option("--json", help="Print one JSON object.")]
 AcceptLicence = Annotated[bool, typer.Option("--accept-licence", help="Go on where a licence forbids it.")]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelOptions:
     """How checkpoints are loaded."""
 
@@ -140,7 +139,7 @@ class ModelOptions:
     trust_remote_code: TrustRemoteCode = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class TemplateOptions:
     """How prompts are given to the target."""
 
@@ -148,7 +147,7 @@ class TemplateOptions:
     thinking: Thinking = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class ResultOptions:
     """Where a result goes."""
 

@@ -13,8 +13,17 @@ from rich.text import Text
 from dflash.common.files import check_output, only_writer
 from dflash.common.messages import counted
 
-from . import arguments
-from .arguments import decoding_option, model_option, prompt_option, result_option
+from .arguments import (
+    PROMPT_FILE,
+    ModelOptions,
+    Repeats,
+    ResultOptions,
+    TemplateOptions,
+    decoding_option,
+    model_option,
+    prompt_option,
+    result_option,
+)
 from .loading import (
     Dialogue,
     Pair,
@@ -29,25 +38,25 @@ from .loading import (
 from .terminal import counting_bar, show_table
 
 
-@dataclass(frozen=True)
-class BenchModels(arguments.ModelOptions):
+@dataclass
+class BenchModels(ModelOptions):
     """How the pair is loaded, and on how many threads it runs."""
 
     threads: Annotated[int | None, model_option(min=1, help="CPU threads. Default: all cores.")] = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class BenchMethods:
     """Fields of `BenchPlan`."""
 
     methods: Annotated[str | None, decoding_option(help="More methods, with commas between. Default: all.")] = None
     max_new_tokens: Annotated[int, decoding_option(min=2, help="Longest answer, in tokens.")] = 256
-    repeats: arguments.Repeats = 3
+    repeats: Repeats = 3
     profiled: Annotated[int, decoding_option(min=0, help="Number of prompts that are profiled; 0 for none.")] = 4
 
 
-@dataclass(frozen=True)
-class BenchFiles(arguments.ResultOptions):
+@dataclass
+class BenchFiles(ResultOptions):
     """Where the result and its plots go."""
 
     output: Annotated[Path | None, result_option(help="JSON file to write, with plots as PNG beside it.")] = None
@@ -62,10 +71,10 @@ def bench(
     models: BenchModels,
     prompts: Annotated[
         list[Path] | None,
-        prompt_option(help=f"{arguments.PROMPT_FILE}; may be repeated. Default: word problems."),
+        prompt_option(help=f"{PROMPT_FILE}; may be repeated. Default: word problems."),
     ] = None,
     limit: Annotated[int, prompt_option(min=1, help="Number of prompts of each file.")] = 40,
-    template: arguments.TemplateOptions,
+    template: TemplateOptions,
     measured: BenchMethods,
     result: BenchFiles,
 ) -> None:

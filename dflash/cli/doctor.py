@@ -12,8 +12,8 @@ from rich.text import Text
 from dflash.common.files import check_output
 from dflash.common.messages import counted
 
-from . import arguments, loading
-from .arguments import decoding_option, prompt_option
+from . import loading
+from .arguments import PROMPT_FILE, ModelOptions, ResultOptions, TemplateOptions, decoding_option, prompt_option
 from .bench import bar
 
 
@@ -23,13 +23,13 @@ def doctor(
     drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="Its DFlash drafter: a folder or an id.")],
     prompts: Annotated[
         Path | None,
-        prompt_option(help=f"{arguments.PROMPT_FILE}. Default: six."),
+        prompt_option(help=f"{PROMPT_FILE}. Default: six."),
     ] = None,
     limit: Annotated[int, prompt_option(min=1, help="Number of prompts of the file.")] = 8,
-    template: arguments.TemplateOptions,
+    template: TemplateOptions,
     max_new_tokens: Annotated[int, decoding_option(min=2, help="Longest answer, in tokens.")] = 128,
-    models: arguments.ModelOptions,
-    result: arguments.ResultOptions,
+    models: ModelOptions,
+    result: ResultOptions,
 ) -> None:
     """Says why a pair accepts little: measures it beside its card, then with one change at a time.
 

@@ -16,41 +16,55 @@ from rich.text import Text
 from dflash.common.files import only_writer
 from dflash.common.messages import counted
 
-from . import arguments, loading
-from .arguments import decoding_option, prompt_option, result_option, server_option
+from . import loading
+from .arguments import (
+    PROMPT_FILE,
+    AsJson,
+    BaselineModel,
+    ChatTemplate,
+    Drafter,
+    Hardware,
+    Model,
+    ModelOptions,
+    Repeats,
+    Target,
+    Thinking,
+    decoding_option,
+    prompt_option,
+    result_option,
+    server_option,
+)
 from .terminal import counting_bar, show_table
 from .tracing import TraceFile, check_trace_file, recording
 
 
-@dataclass(frozen=True)
+@dataclass
 class QuestionOptions:
     """The questions."""
 
     tasks: Annotated[str | None, typer.Option(help="Names of the tasks above, with commas between.")] = None
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(
-            help=f"Your own, besides or instead of tasks; not scored. {arguments.PROMPT_FILE}; may be repeated."
-        ),
+        typer.Option(help=f"Your own, besides or instead of tasks; not scored. {PROMPT_FILE}; may be repeated."),
     ] = None
     limit: Annotated[int, prompt_option(min=0, help="Prompts of each task and file; 0 for all.")] = 80
 
 
-@dataclass(frozen=True)
+@dataclass
 class AskingOptions:
     """Fields of `EvalPlan`."""
 
     seed: Annotated[int, prompt_option(min=0, help="Chooses the prompts.")] = 0
     data_root: Annotated[Path | None, prompt_option(help="Read the tasks from files below this folder.")] = None
-    chat_template: arguments.ChatTemplate = True
-    thinking: arguments.Thinking = False
+    chat_template: ChatTemplate = True
+    thinking: Thinking = False
     score: Annotated[bool, prompt_option(help="Score the answers; runs code that the target wrote.")] = True
     unsafe_code: Annotated[
         bool, prompt_option("--unsafe-code", help="Run that code even where this system cannot confine it.")
     ] = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvalMethods:
     """How the answers are decoded."""
 
@@ -59,21 +73,21 @@ class EvalMethods:
         int | None,
         decoding_option(min=2, help="Longest answer, in tokens. Default: 2048, or half of the target's positions."),
     ] = None
-    repeats: arguments.Repeats = 1
+    repeats: Repeats = 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvalServers:
     """A server of the pair and one of the target alone."""
 
     url: Annotated[str | None, server_option(help="A server of the pair (vLLM, SGLang, …); loads no weights.")] = None
     baseline_url: Annotated[str | None, server_option(help="A server of the target alone.")] = None
-    model: arguments.Model = None
-    baseline_model: arguments.BaselineModel = None
-    hardware: arguments.Hardware = None
+    model: Model = None
+    baseline_model: BaselineModel = None
+    hardware: Hardware = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvalFiles:
     """What is written."""
 
@@ -82,17 +96,17 @@ class EvalFiles:
     )
     overwrite: Annotated[bool, result_option("--overwrite", help="Begin anew if --output exists.")] = False
     trace: TraceFile = None
-    as_json: arguments.AsJson = False
+    as_json: AsJson = False
 
 
 def evaluate(
     *,
-    target: arguments.Target,
-    drafter: arguments.Drafter,
+    target: Target,
+    drafter: Drafter,
     questions: QuestionOptions,
     asking: AskingOptions,
     decoding: EvalMethods,
-    models: arguments.ModelOptions,
+    models: ModelOptions,
     servers: EvalServers,
     files: EvalFiles,
 ) -> None:
@@ -112,32 +126,20 @@ def evaluate(
     loading.hide_loading_bars()
     from dflash.common.processes import Processes
     from dflash.common.runs import Run
-    from dflash.evaluation import EvalPlan, check_methods, run_eval
+    from dflash.evaluation import check_methods, run_eval
 
-    if asking.data_root is not None:
-        _silence_datasets()
     processes = Processes()
     _check_servers(servers, decoding.methods, processes.count)
     methods = loading.listed(decoding.methods, "--methods")
-    if questions.tasks is None and not questions.prompts:
-        raise ValueError(
-            "Nothing is asked: give --tasks with names of tasks, --prompts with a file of your own, or both."
-        )
+    prompts = questions.prompts or []
     check_methods(methods)
     _check_traced(files.trace, servers.url, methods)
     loading.known_device(models.device)
-    plan = EvalPlan(
-        loading.checkpoint(target, "--target"),
-        loading.checkpoint(drafter, "--drafter"),
-        () if questions.tasks is None else loading.listed(questions.tasks, "--tasks"),
-        questions.limit or None,
-        repeats=decoding.repeats,
-        **vars(asking),
-    )
+    plan = _plan(target, drafter, questions, asking, decoding.repeats)
     with ExitStack() as stack:
         if processes.is_first:
-            _claim(stack, files, questions.prompts or [])
-        asked = _questions(plan, questions.prompts or [])
+            _claim(stack, files, prompts)
+        asked = _questions(plan, prompts)
         if servers.url is not None:
             tokenizer = loading.load_tokenizer(plan.target, models.trust_remote_code)
             backend = _server_backend(servers, tokenizer, decoding.max_new_tokens)
@@ -146,9 +148,9 @@ def evaluate(
             tokenizer = pair.tokenizer
             recorder = stack.enter_context(recording(files.trace, pair, target, processes.rank))
             backend = _backend(pair, decoding.max_new_tokens, methods, recorder)
-            if processes.is_first and decoding.max_new_tokens is None:
-                _say_longest(backend.max_new_tokens)
         if processes.is_first:
+            if decoding.max_new_tokens is None:
+                _say_longest(backend.max_new_tokens)
             loading.say_without_template(tokenizer, asking.chat_template)
         # No thread draws the bar, because that would disturb the measurement.
         bar = _Bar(stack.enter_context(counting_bar(processes.is_first, auto_refresh=False)))
@@ -180,10 +182,30 @@ def _check_servers(servers: EvalServers, methods: str, num_processes: int) -> No
         )
 
 
+def _plan(target: str, drafter: str, questions: QuestionOptions, asking: AskingOptions, repeats: int) -> Any:
+    """What is evaluated, and how."""
+    from dflash.evaluation import EvalPlan
+
+    if questions.tasks is None and not questions.prompts:
+        raise ValueError(
+            "Nothing is asked: give --tasks with names of tasks, --prompts with a file of your own, or both."
+        )
+    return EvalPlan(
+        loading.checkpoint(target, "--target"),
+        loading.checkpoint(drafter, "--drafter"),
+        () if questions.tasks is None else loading.listed(questions.tasks, "--tasks"),
+        questions.limit or None,
+        repeats=repeats,
+        **vars(asking),
+    )
+
+
 def _questions(plan: Any, prompts: Sequence[Path]) -> list[Any]:
     """The questions of the tasks, then those of one's own prompts."""
     from dflash.evaluation import questions_of, questions_of_prompts
 
+    if plan.data_root is not None:
+        _silence_datasets()
     own: list[Any] = []
     for name, dialogues in loading.read_prompt_files(prompts).items():
         own += questions_of_prompts(name, dialogues, plan.num_prompts, plan.seed)

@@ -20,7 +20,7 @@ from .terminal import BlockPrinter, number
 from .tracing import TraceFile, check_trace_file, recording
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShownOptions:
     """What is shown and kept."""
 
@@ -29,7 +29,7 @@ class ShownOptions:
     trace: TraceFile = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestOptions:
     """The request."""
 

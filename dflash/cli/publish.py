@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 hub_option = panel("On the Hub")
 
 
-@dataclass(frozen=True)
+@dataclass
 class HubOptions:
     """The repository and its commit."""
 

@@ -21,7 +21,7 @@ LONGEST_SILENCE = 3600.0  # of a server that writes long answers, in seconds
 data_option, answer_option = panel("Data"), panel("Answers")
 
 
-@dataclass(frozen=True)
+@dataclass
 class AnswerOptions:
     """The fields of `RegenerationSettings`."""
 
@@ -46,7 +46,7 @@ class AnswerOptions:
     drop_cut: Annotated[bool, answer_option("--drop-cut", help="Leave out answers that the length cut off.")] = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class WriterOptions:
     """What answers, and how much at once."""
 
@@ -64,7 +64,7 @@ class WriterOptions:
     ] = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class AnswerServer:
     """A server of the target."""
 
@@ -73,7 +73,7 @@ class AnswerServer:
     api_key_env: ApiKeyEnv = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class OutputOptions:
     """The licence of the output, and what becomes of a run in it."""
 
@@ -121,8 +121,9 @@ def regenerate(
         else:
             own_models = loading.on_own_device(models, processes)
             writer, tokenizer = load_writer(target, writing.drafter, writing.batch_size or 8, own_models)
-        if writing.trace is not None:
-            _record(writer, writing.trace, tokenizer, target, processes, options.resume)
+        if writing.trace is not None and processes.is_first:
+            recorded = "Prompts, answers and the places of rejected drafts are recorded"
+            loading.say_once(f"{recorded} in {writing.trace} (--trace).")
         facts = {"command": command(), "drafter": public_name(writing.drafter), "processes": processes.count}
         with answer_bar(processes.is_first) as bar:
             run = RegenerationRun(
@@ -133,11 +134,10 @@ def regenerate(
                 target=target,
                 license=options.license,
                 provenance=facts,
+                trace=writing.trace,
             )
             record = regenerate_data(writer, tokenizer, data, output, settings, **start, run=run)
         if processes.is_first:
-            if writing.trace is not None:
-                writer.trace.join()
             print(record.summary(output, answers.drop_cut))
 
 
@@ -193,15 +193,6 @@ def load_writer(target: str, drafter: str | None, batch_size: int, models: Model
     return TargetWriter(pair.target, pair.drafter, batch_size), pair.tokenizer
 
 
-def _record(writer: Any, trace: Path, tokenizer: Any, target: str, processes: Any, resume: bool) -> None:
-    """Makes a writer add its texts and the places of rejected drafts to `trace`."""
-    from dflash.training import Trace
-
-    writer.trace = Trace(trace, writer.target, tokenizer, target, processes.rank, begin=not resume)
-    if processes.is_first:
-        loading.say_once(f"Prompts, answers and the places of rejected drafts are recorded in {trace} (--trace).")
-
-
 def _load_server(target: str, server: AnswerServer, batch_size: int, own_code: bool) -> tuple[Any, Any]:
     """The target on a server, and its tokenizer; no weights are loaded here."""
     from transformers import AutoConfig, GenerationConfig
@@ -247,6 +238,6 @@ class AnswerBar:
     def row(self, tokens: int) -> None:
         """Counts a row of so many new tokens."""
         self._tokens += tokens
-        seconds = next(task.elapsed for task in self._progress.tasks if task.id == self._task)
+        seconds = self._progress.tasks[0].elapsed
         rate = f"{self._tokens / seconds:,.0f} tokens/s" if seconds else ""  # as of the last batch
         self._progress.update(self._task, advance=1, rate=rate)

@@ -69,17 +69,17 @@ class _LoggedBar(Progress):
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         super().advance(task_id, advance)
-        self._print_line(task_id)
+        self._print_line()
 
     def update(self, task_id: TaskID, **values: Any) -> None:
         super().update(task_id, **values)
-        self._print_line(task_id)
+        self._print_line()
 
-    def _print_line(self, task_id: TaskID) -> None:
+    def _print_line(self) -> None:
         if not self.disable or self._since_line() < LINE_SECONDS:
             return
         self._since_line = stopwatch()
-        task = next(task for task in self.tasks if task.id == task_id)
+        (task,) = self.tasks
         done = f"{task.completed:,.0f} of {task.total:,.0f}" if task.total else f"{task.completed:,.0f}"
         notes = [task.description, task.fields.get("rate", "")]
         self.console.print(": ".join([done, ", ".join(filter(None, notes))]), soft_wrap=True)

@@ -16,7 +16,7 @@ from .arguments import AcceptLicence, BeginAnew, Resume
 from .loading import checkpoint, hide_loading_bars, is_first_process, numbers
 
 
-@dataclass(frozen=True)
+@dataclass
 class Places:
     """What is read and written. The file of --config may name it too."""
 
@@ -32,7 +32,7 @@ class Places:
     output: Annotated[Path | None, typer.Option(help="Required. Folder of the checkpoint.")] = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class StartOptions:
     """What becomes of a run in --output."""
 
