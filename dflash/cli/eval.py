@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.text import Text
 
 from dflash.common.files import only_writer
 from dflash.common.messages import counted
@@ -21,20 +19,20 @@ from .arguments import (
     PROMPT_FILE,
     AsJson,
     BaselineModel,
-    ChatTemplate,
     Drafter,
     Hardware,
     Model,
     ModelOptions,
     Repeats,
     Target,
-    Thinking,
+    TemplateOptions,
     decoding_option,
+    option,
     prompt_option,
     result_option,
     server_option,
 )
-from .terminal import counting_bar, show_table
+from .terminal import counting_bar, show_facts, show_table
 from .tracing import TraceFile, check_trace_file, recording
 
 
@@ -42,25 +40,23 @@ from .tracing import TraceFile, check_trace_file, recording
 class QuestionOptions:
     """The questions."""
 
-    tasks: Annotated[str | None, typer.Option(help="Names of the tasks above, with commas between.")] = None
+    tasks: Annotated[str | None, option("Names of the tasks above, with commas between.")] = None
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(help=f"Your own, besides or instead of tasks; not scored. {PROMPT_FILE}; may be repeated."),
+        option(f"Your own, besides or instead of tasks; not scored. {PROMPT_FILE}; may be repeated."),
     ] = None
-    limit: Annotated[int, prompt_option(min=0, help="Prompts of each task and file; 0 for all.")] = 80
+    limit: Annotated[int, prompt_option("Prompts of each task and file; 0 for all.", min=0)] = 80
+    seed: Annotated[int, prompt_option("Chooses the prompts.", min=0)] = 0
+    data_root: Annotated[Path | None, prompt_option("Read the tasks from files below this folder.")] = None
 
 
 @dataclass
-class AskingOptions:
-    """Fields of `EvalPlan`."""
+class AskingOptions(TemplateOptions):
+    """How they are asked, and whether the answers are scored."""
 
-    seed: Annotated[int, prompt_option(min=0, help="Chooses the prompts.")] = 0
-    data_root: Annotated[Path | None, prompt_option(help="Read the tasks from files below this folder.")] = None
-    chat_template: ChatTemplate = True
-    thinking: Thinking = False
-    score: Annotated[bool, prompt_option(help="Score the answers; runs code that the target wrote.")] = True
+    score: Annotated[bool, prompt_option("Score the answers; runs code that the target wrote.")] = True
     unsafe_code: Annotated[
-        bool, prompt_option("--unsafe-code", help="Run that code even where this system cannot confine it.")
+        bool, prompt_option("Run that code even where this system cannot confine it.", "--unsafe-code")
     ] = False
 
 
@@ -68,10 +64,10 @@ class AskingOptions:
 class EvalMethods:
     """How the answers are decoded."""
 
-    methods: Annotated[str, decoding_option(help="Methods besides target.generate, with commas between.")] = "dflash"
+    methods: Annotated[str, decoding_option("Methods besides target.generate, with commas between.")] = "dflash"
     max_new_tokens: Annotated[
         int | None,
-        decoding_option(min=2, help="Longest answer, in tokens. Default: 2048, or half of the target's positions."),
+        decoding_option("Longest answer, in tokens. Default: 2048, or half of the target's positions.", min=2),
     ] = None
     repeats: Repeats = 1
 
@@ -80,8 +76,8 @@ class EvalMethods:
 class EvalServers:
     """A server of the pair and one of the target alone."""
 
-    url: Annotated[str | None, server_option(help="A server of the pair (vLLM, SGLang, …); loads no weights.")] = None
-    baseline_url: Annotated[str | None, server_option(help="A server of the target alone.")] = None
+    url: Annotated[str | None, server_option("A server of the pair (vLLM, SGLang, …); loads no weights.")] = None
+    baseline_url: Annotated[str | None, server_option("A server of the target alone.")] = None
     model: Model = None
     baseline_model: BaselineModel = None
     hardware: Hardware = None
@@ -91,10 +87,8 @@ class EvalServers:
 class EvalFiles:
     """What is written."""
 
-    output: Annotated[Path | None, result_option(help="JSON to write; a stopped run continues from its .jsonl.")] = (
-        None
-    )
-    overwrite: Annotated[bool, result_option("--overwrite", help="Begin anew if --output exists.")] = False
+    output: Annotated[Path | None, result_option("JSON to write; a stopped run continues from its .jsonl.")] = None
+    overwrite: Annotated[bool, result_option("Begin anew if --output exists.", "--overwrite")] = False
     trace: TraceFile = None
     as_json: AsJson = False
 
@@ -195,7 +189,9 @@ def _plan(target: str, drafter: str, questions: QuestionOptions, asking: AskingO
         loading.checkpoint(drafter, "--drafter"),
         () if questions.tasks is None else loading.listed(questions.tasks, "--tasks"),
         questions.limit or None,
-        repeats=repeats,
+        questions.seed,
+        questions.data_root,
+        repeats,
         **vars(asking),
     )
 
@@ -321,11 +317,12 @@ def _report(result: dict[str, Any], files: EvalFiles) -> None:
 
 def _show(result: dict[str, Any]) -> None:
     """The table, and what its figures depend on."""
-    from dflash.evaluation import caveat, place_of, table_of
+    from dflash.evaluation import means_of_tasks, place_of, table_of
 
     rows = result["summary"]
-    show_table(table_of([*rows, *_means(rows)], SHOWN, short=True), "Everything counted, the prompt's forward too")
-    console = Console(highlight=False)
+    show_table(
+        table_of([*rows, *means_of_tasks(rows)], SHOWN, short=True), "Everything counted, the prompt's forward too"
+    )
     decoding = result["decoding"]
     setup = result["environment"]
     facts = [
@@ -338,20 +335,10 @@ def _show(result: dict[str, Any]) -> None:
         f"thinking {'on' if decoding['enable_thinking'] else 'off'}",
         f"at most {decoding['max_new_tokens']} tokens",
     ]
-    sentence = caveat(rows, setup.get("target_dtype"))
-    console.print(Text(f"{', '.join(filter(None, facts))}. {sentence}".rstrip(), "dim"))
+    show_facts(facts, rows, setup.get("target_dtype"))
     for task in result["tasks"]:
         if task["too_long"]:
             left_out = f"{task['too_long']} of {counted(task['prompts'], 'prompt')} of {task['task']} are left out"
-            console.print(f"{left_out}: with the answer they would be longer than the target's positions.")
-
-
-def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per method with the means of its tasks, if there are several."""
-    means = []
-    for method in dict.fromkeys(row["method"] for row in rows[1:]):
-        tasks = [row for row in rows if row["method"] == method and row["tau_micro"] is not None]
-        if len(tasks) > 1:
-            mean = {name: sum(row[name] for row in tasks) / len(tasks) for name in ("speedup", "tau_micro")}
-            means.append({"task": "mean", "method": method, **mean})
-    return means
+            Console(highlight=False).print(
+                f"{left_out}: with the answer they would be longer than the target's positions."
+            )

@@ -92,15 +92,15 @@ class RegenerationRun(Run):
             **self.provenance,
         }
 
-    def begin_trace(self, writer: Writer, tokenizer: Any, resume: bool) -> None:
-        """Makes a writer add its texts and the places of rejected drafts to the trace, if there is one."""
-        if self.trace is not None and isinstance(writer, TargetWriter):
+    def begin_trace(self, writer: Any, tokenizer: Any, resume: bool) -> None:
+        """Makes a [`TargetWriter`] add its texts and the places of rejected drafts to the trace, if there is one."""
+        if self.trace is not None:
             rank = self.processes.rank
             writer.trace = Trace(self.trace, writer.target, tokenizer, self.target, rank, begin=not resume)
 
-    def join_trace(self, writer: Writer) -> None:
+    def join_trace(self, writer: Any) -> None:
         """Joins the parts of all processes. The first one calls it when all are done."""
-        if isinstance(writer, TargetWriter) and writer.trace is not None:
+        if self.trace is not None:
             writer.trace.join()
 
 
