@@ -85,11 +85,9 @@ def make_pair(
     folder = _new_folder(folder)
     target_folder = _local(target, "target")
     drafter_folder = _local(drafter, "drafter")
-    config = read_json(target_folder / "config.json", f"The target {target} holds no config.json: give its folder.")
+    config = _config(target_folder, f"The target {target}")
     _check_target(str(target), target_folder, config)
-    drafter_config = read_json(
-        drafter_folder / "config.json", f"The drafter {drafter} holds no config.json: give its folder."
-    )
+    drafter_config = _config(drafter_folder, f"The drafter {drafter}")
     _check_settings(dict(settings or {}), drafter_config, on_error)
     is_on_hub = not Path(drafter).expanduser().is_dir()
     with written_aside(folder) as aside:
@@ -165,6 +163,11 @@ def _local(name: str | os.PathLike[str], what: str, revision: str | None = None)
     if not any(folder.glob("*.safetensors")) and not Path(name).expanduser().is_dir():
         downloaded(str(name), what, revision=revision, allow_patterns=["*.bin", "*.bin.index.json"])
     return folder.absolute()
+
+
+def _config(folder: Path, what: str) -> dict[str, Any]:
+    """The config of a checkpoint; ValueError if there is none."""
+    return dict(read_json(folder / "config.json", f"{what} holds no config.json: give its folder."))
 
 
 # -- the target's files

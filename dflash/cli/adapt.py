@@ -5,12 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from dflash.training import ADAPTATION, DRAFTER
 
 from . import loading
-from .arguments import Drafter, ModelOptions, Target, panel
+from .arguments import Drafter, ModelOptions, Target, option, panel
 from .regenerate import answer_bar, load_writer
 from .train import StartOptions, announce, chosen_of, finished, say_complete, say_licences, settings_options
 
@@ -18,29 +16,27 @@ from .train import StartOptions, announce, chosen_of, finished, say_complete, sa
 written_option = panel("What the target writes")
 
 
-@dataclass(frozen=True)
+@dataclass
 class AdaptationData:
     """The texts."""
 
-    data: Annotated[
-        list[str], typer.Option(help="Prompts, texts, answers or a trace. Again for more; each is reported.")
-    ]
-    output: Annotated[Path, typer.Option(help="Folder of the checkpoint.")]
-    general: Annotated[
-        str | None, typer.Option(help="Others, of the kind that it is good at, mixed in and not adapted to.")
-    ] = None
-    general_share: Annotated[float, typer.Option(help="Share of the tokens that are of --general, at most.")] = 0.3
+    data: Annotated[list[str], option("Prompts, texts, answers or a trace. Again for more; each is reported.")]
+    output: Annotated[Path, option("Folder of the checkpoint.")]
+    general: Annotated[str | None, option("Others, of the kind that it is good at, mixed in and not adapted to.")] = (
+        None
+    )
+    general_share: Annotated[float, option("Share of the tokens that are of --general, at most.")] = 0.3
 
 
-@dataclass(frozen=True)
+@dataclass
 class AdaptationAnswers:
     """Fields of `RegenerationSettings`."""
 
-    samples: Annotated[int | None, written_option(min=1, help="Rows of each file to answer. Default: all.")] = None
+    samples: Annotated[int | None, written_option("Rows of each file to answer. Default: all.", min=1)] = None
     streaming: Annotated[
-        bool, written_option("--streaming", help="Answer the first --samples rows; download nothing after them.")
+        bool, written_option("Answer the first --samples rows; download nothing after them.", "--streaming")
     ] = False
-    max_new_tokens: Annotated[int, written_option(min=1, help="Longest answer, in tokens.")] = 512
+    max_new_tokens: Annotated[int, written_option("Longest answer, in tokens.", min=1)] = 512
 
 
 # Each is an option of this command's own, or has no meaning where a drafter is trained further.
@@ -57,11 +53,9 @@ def adapt(
     drafter: Drafter,
     texts: AdaptationData,
     answers: AdaptationAnswers,
-    batch_size: Annotated[int, written_option(min=1, help="Rows at once.")] = 8,
+    batch_size: Annotated[int, written_option("Rows at once.", min=1)] = 8,
     start: StartOptions,
-    has_permission: Annotated[
-        bool, typer.Option("--i-have-permission", help="Go on where its licence forbids it.")
-    ] = False,
+    has_permission: Annotated[bool, option("Go on where its licence forbids it.", "--i-have-permission")] = False,
     recipe: AdaptationRecipe,
 ) -> None:
     """Trains a drafter further on your texts, which the target answers first, and keeps what accepts most.
@@ -73,6 +67,7 @@ def adapt(
     settings = ADAPTATION.changed(**chosen_of(recipe), init=drafter)
     loading.hide_loading_bars()
     from dflash.checkpoints import read_licence
+    from dflash.common.processes import Processes
     from dflash.regeneration import answer_sources
     from dflash.training import adapt as adapt_it
     from dflash.training import adaptation_sources, check_split, claimed
@@ -85,7 +80,8 @@ def adapt(
         places = list(sources.values())
         if claim.finished is None:
             folder = output.with_name(f"{output.name}.answers")
-            load = partial(_load, target, drafter, batch_size, settings)
+            models = ModelOptions(trust_remote_code=settings.trust_remote_code)
+            load = partial(load_writer, target, drafter, batch_size, loading.on_own_device(models, Processes()))
             bar = partial(answer_bar, loading.is_first_process())
             answering = _answering(answers, settings)
             places = answer_sources(sources, folder, load, answering, target, start.overwrite, announce, bar)
@@ -114,14 +110,6 @@ def _answering(answers: AdaptationAnswers, settings: Any) -> Any:
 
     shared = {name: getattr(settings, name) for name in ("split", "thinking", "seed", "deduplicate")}
     return RegenerationSettings(**vars(answers), **shared)
-
-
-def _load(target: str, drafter: str, batch_size: int, settings: Any) -> Any:
-    """What answers, and its tokenizer."""
-    from dflash.common.processes import Processes
-
-    models = ModelOptions(trust_remote_code=settings.trust_remote_code)
-    return load_writer(target, drafter, batch_size, loading.on_own_device(models, Processes()))
 
 
 def _print_point(point: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from dflash.common.name_clash import import_name_clash
 from dflash.common.version import __version__
 
 from .adapt import adapt
-from .arguments import METHODS, WholeNames, with_flags
+from .arguments import METHODS, WholeNames, option, with_flags
 from .bench import bench
 from .canary import canary
 from .check import check
@@ -60,10 +60,10 @@ def _print_version(is_asked: bool) -> None:
 @app.callback()
 def common(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, option("Print the version and exit.", "--version", callback=_print_version, is_eager=True)
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log errors alone.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is decided on the way, too.")] = False,
+    quiet: Annotated[bool, option("Log errors alone.", "--quiet", "-q")] = False,
+    verbose: Annotated[bool, option("Log what is decided on the way, too.", "--verbose", "-v")] = False,
 ) -> None:
     """DFlash speculative decoding: the target's own text, in fewer of its forwards."""
     if quiet and verbose:

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -19,12 +18,23 @@ spec_generate), dflash with lookup and trees, dflash eager,
 dflash compiled, dflash adaptive, dflash tree, dflash drafting nothing,
 random drafter adaptive"""
 
+# What the help writes for a type: whole names then have room on 80 columns.
+LETTERS = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
 LONGEST_OPPOSITE = 16  # letters of a `--no-…` that has room beside its flag
 
 
-def panel(title: str) -> Callable[..., Any]:
-    """`typer.Option` for options that the help shows together under a title."""
-    return partial(typer.Option, rich_help_panel=title)
+def panel(title: str | None) -> Callable[..., Any]:
+    """`typer.Option` by help text and names, for options that the help shows together under a title."""
+
+    def option(help: str, *names: str, **rules: Any) -> Any:
+        return typer.Option(*names, help=help, rich_help_panel=title, **rules)
+
+    return option
+
+
+def argument(help: str, metavar: str | None = None) -> Any:
+    """`typer.Argument` by help text and what the usage calls it."""
+    return typer.Argument(metavar=metavar, help=help)
 
 
 class WholeNames(TyperCommand):
@@ -40,19 +50,15 @@ class WholeNames(TyperCommand):
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, which has an option for each field of its parameters that are dataclasses, and receives their objects.
-
-    The help names the types of options by a letter: whole names then have room on 80 columns.
-    """
-    flags: list[inspect.Parameter] = []
+    """`command`, which has an option for each field of its parameters that are dataclasses, and receives their objects."""
     groups: dict[str, Any] = {}
-    for parameter in inspect.signature(command).parameters.values():
-        group: Any = parameter.annotation
-        if is_dataclass(group):
-            groups[parameter.name] = group
-            flags += inspect.signature(group).parameters.values()
+    flags: dict[str, inspect.Parameter] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        if is_dataclass(parameter.annotation):
+            groups[name] = parameter.annotation
+            flags |= inspect.signature(groups[name]).parameters
         else:
-            flags.append(parameter)
+            flags[name] = parameter
 
     def run(**values: Any) -> None:
         for name, group in groups.items():
@@ -60,22 +66,19 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = group(**options)
         command(**values)
 
-    own = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in flags]
+    own = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in flags.values()]
     run.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
     run.__annotations__ = {flag.name: flag.annotation for flag in own}
     for flag in own:
-        _shorten_type(flag.annotation)
+        _shorten_type(*get_args(flag.annotation))
     return run
 
 
-def _shorten_type(annotation: Any) -> None:
-    words = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
-    hint, *notes = get_args(annotation)
-    kinds = _kinds(hint)
-    letters = [word for kind, word in words.items() if kind in kinds]
-    for note in notes:
-        if isinstance(note, OptionInfo) and note.metavar is None and letters:
-            note.metavar = letters[0]
+def _shorten_type(hint: Any, note: Any) -> None:
+    """Makes the help name the type of an option in short."""
+    letters = [letter for kind, letter in LETTERS.items() if kind in _kinds(hint)]
+    if isinstance(note, OptionInfo) and note.metavar is None and letters:
+        note.metavar = letters[0]
 
 
 def _kinds(hint: Any) -> set[Any]:
@@ -83,6 +86,7 @@ def _kinds(hint: Any) -> set[Any]:
     return {hint}.union(*map(_kinds, get_args(hint)))
 
 
+option = panel(None)
 prompt_option, decoding_option, model_option = panel("Prompts"), panel("Decoding"), panel("Models and device")
 server_option, result_option = panel("Servers"), panel("Result")
 
@@ -90,65 +94,56 @@ server_option, result_option = panel("Servers"), panel("Result")
 PROMPT_FILE = "A file with a prompt a line, or JSON with messages, prompt or question"
 
 # Short metavars leave room for whole names on 80 columns.
-Target = Annotated[str, typer.Option(metavar="NAME", help="The target: a local folder or an id on the Hub.")]
-Drafter = Annotated[str, typer.Option(metavar="NAME", help="Its DFlash drafter: a local folder or an id on the Hub.")]
+Target = Annotated[str, option("The target: a local folder or an id on the Hub.", metavar="NAME")]
+Drafter = Annotated[str, option("Its DFlash drafter: a local folder or an id on the Hub.", metavar="NAME")]
 TargetOfDrafter = Annotated[
-    str | None, typer.Option("--target", metavar="NAME", help="Its target: a local folder or an id on the Hub.")
+    str | None, option("Its target: a local folder or an id on the Hub.", "--target", metavar="NAME")
 ]
-Source = Annotated[
-    str, typer.Argument(metavar="SOURCE", help="A drafter's checkpoint of any tool: a folder or an id on the Hub.")
-]
-WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Read the tensors of a pickle too.")]
+Source = Annotated[str, argument("A drafter's checkpoint of any tool: a folder or an id on the Hub.", "SOURCE")]
+WeightsOnly = Annotated[bool, option("Read the tensors of a pickle too.", "--weights-only")]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 TrustRemoteCode = Annotated[
-    bool, model_option("--trust-remote-code", help="Run code that the target's repository holds. Read it first.")
+    bool, model_option("Run code that the target's repository holds. Read it first.", "--trust-remote-code")
 ]
-ChatTemplate = Annotated[bool, prompt_option(help="Use the target's chat template.")]
-Thinking = Annotated[bool, prompt_option(help="Let the chat template ask for thinking.")]
-ApiKeyEnv = Annotated[str | None, server_option(metavar="NAME", help="Environment variable that holds the API key.")]
-Hardware = Annotated[str | None, server_option(help="Hardware of the servers, for the record.")]
-Model = Annotated[str | None, server_option(help="The served model's name. Default: the only one.")]
-BaselineModel = Annotated[
-    str | None, server_option(help="The model's name at --baseline-url. Default: that of --model.")
-]
-Repeats = Annotated[int, decoding_option(min=1, help="Runs of each method on each prompt; the median counts.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")]
-BeginAnew = Annotated[bool, typer.Option("--overwrite", help="Begin anew in an --output that holds a run.")]
-Output = Annotated[Path | None, result_option(help="JSON file to write.")]
-Overwrite = Annotated[bool, result_option("--overwrite", help="Replace a file that exists at --output.")]
-AsJson = Annotated[bool, result_option("--json", help="Print one JSON object.")]
-AcceptLicence = Annotated[bool, typer.Option("--accept-licence", help="Go on where a licence forbids it.")]
+Thinking = Annotated[bool, prompt_option("Let the chat template ask for thinking.")]
+ApiKeyEnv = Annotated[str | None, server_option("Environment variable that holds the API key.", metavar="NAME")]
+Hardware = Annotated[str | None, server_option("Hardware of the servers, for the record.")]
+Model = Annotated[str | None, server_option("The served model's name. Default: the only one.")]
+BaselineModel = Annotated[str | None, server_option("The model's name at --baseline-url. Default: that of --model.")]
+Repeats = Annotated[int, decoding_option("Runs of each method on each prompt; the median counts.", min=1)]
+Output = Annotated[Path | None, result_option("JSON file to write.")]
+Overwrite = Annotated[bool, result_option("Replace a file that exists at --output.", "--overwrite")]
+AsJson = Annotated[bool, result_option("Print one JSON object.", "--json")]
+AcceptLicence = Annotated[bool, option("Go on where a licence forbids it.", "--accept-licence")]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelOptions:
     """How checkpoints are loaded."""
 
     dtype: Annotated[
         DtypeName,
         model_option(
+            "float32, bfloat16, float16, or auto: as each checkpoint is stored (the embedded pair: float32).",
             metavar="NAME",
-            help="float32, bfloat16, float16, or auto: as each checkpoint is stored (the embedded pair: float32).",
         ),
     ] = "auto"
     device: Annotated[
         str | None,
-        model_option(
-            metavar="NAME", help="cpu, cuda, cuda:1, auto … Default: CUDA if there is any, one GPU per process."
-        ),
+        model_option("cpu, cuda, cuda:1, auto … Default: CUDA if there is any, one GPU per process.", metavar="NAME"),
     ] = None
     trust_remote_code: TrustRemoteCode = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class TemplateOptions:
     """How prompts are given to the target."""
 
-    chat_template: ChatTemplate = True
+    chat_template: Annotated[bool, prompt_option("Use the target's chat template.")] = True
     thinking: Thinking = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class ResultOptions:
     """Where a result goes."""
 

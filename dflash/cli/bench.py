@@ -8,64 +8,69 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
-from rich.text import Text
 
 from dflash.common.files import check_output, only_writer
 from dflash.common.messages import counted
 
-from . import arguments
-from .arguments import decoding_option, model_option, prompt_option, result_option
+from .arguments import (
+    PROMPT_FILE,
+    ModelOptions,
+    Repeats,
+    ResultOptions,
+    TemplateOptions,
+    decoding_option,
+    model_option,
+    prompt_option,
+    result_option,
+)
 from .loading import (
-    Dialogue,
     Pair,
     encoder,
+    heldout_dialogues,
     hide_loading_bars,
     known_device,
     listed,
     load_pair,
-    question,
     read_prompt_files,
 )
-from .terminal import counting_bar, show_table
+from .terminal import counting_bar, show_facts, show_table
 
 
-@dataclass(frozen=True)
-class BenchModels(arguments.ModelOptions):
+@dataclass
+class BenchModels(ModelOptions):
     """How the pair is loaded, and on how many threads it runs."""
 
-    threads: Annotated[int | None, model_option(min=1, help="CPU threads. Default: all cores.")] = None
+    threads: Annotated[int | None, model_option("CPU threads. Default: all cores.", min=1)] = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class BenchMethods:
     """Fields of `BenchPlan`."""
 
-    methods: Annotated[str | None, decoding_option(help="More methods, with commas between. Default: all.")] = None
-    max_new_tokens: Annotated[int, decoding_option(min=2, help="Longest answer, in tokens.")] = 256
-    repeats: arguments.Repeats = 3
-    profiled: Annotated[int, decoding_option(min=0, help="Number of prompts that are profiled; 0 for none.")] = 4
+    methods: Annotated[str | None, decoding_option("More methods, with commas between. Default: all.")] = None
+    max_new_tokens: Annotated[int, decoding_option("Longest answer, in tokens.", min=2)] = 256
+    repeats: Repeats = 3
+    profiled: Annotated[int, decoding_option("Number of prompts that are profiled; 0 for none.", min=0)] = 4
 
 
-@dataclass(frozen=True)
-class BenchFiles(arguments.ResultOptions):
+@dataclass
+class BenchFiles(ResultOptions):
     """Where the result and its plots go."""
 
-    output: Annotated[Path | None, result_option(help="JSON file to write, with plots as PNG beside it.")] = None
+    output: Annotated[Path | None, result_option("JSON file to write, with plots as PNG beside it.")] = None
 
 
 def bench(
     *,
-    target: Annotated[
-        str | None, model_option(help="The target: a folder or Hub id. Default: the embedded pair.")
-    ] = None,
-    drafter: Annotated[str | None, model_option(help="Its DFlash drafter: a folder or Hub id.")] = None,
+    target: Annotated[str | None, model_option("The target: a folder or Hub id. Default: the embedded pair.")] = None,
+    drafter: Annotated[str | None, model_option("Its DFlash drafter: a folder or Hub id.")] = None,
     models: BenchModels,
     prompts: Annotated[
         list[Path] | None,
-        prompt_option(help=f"{arguments.PROMPT_FILE}; may be repeated. Default: word problems."),
+        prompt_option(f"{PROMPT_FILE}; may be repeated. Default: word problems."),
     ] = None,
-    limit: Annotated[int, prompt_option(min=1, help="Number of prompts of each file.")] = 40,
-    template: arguments.TemplateOptions,
+    limit: Annotated[int, prompt_option("Number of prompts of each file.", min=1)] = 40,
+    template: TemplateOptions,
     measured: BenchMethods,
     result: BenchFiles,
 ) -> None:
@@ -84,11 +89,13 @@ def bench(
             lock.enter_context(only_writer(output))
         hide_loading_bars()
         from dflash.common.provenance import write_result
-        from dflash.evaluation import BenchPlan, check_methods, run_bench
+        from dflash.evaluation import BenchPlan, Prompt, check_methods, run_bench
 
         check_methods(methods or ())
         pair = _pair(target, drafter, models)
-        encoded = _encoded(dialogues or _problems(limit), encoder(pair.tokenizer, template))
+        dialogues = dialogues or {"held-out templates": heldout_dialogues()[:limit]}
+        encode = encoder(pair.tokenizer, template)
+        encoded = [Prompt(task, encode(dialogue)) for task, rows in dialogues.items() for dialogue in rows]
         facts = {
             "target": target,
             "drafter": drafter,
@@ -123,21 +130,6 @@ def _pair(target: str | None, drafter: str | None, models: BenchModels) -> Pair:
     return Pair(*load_embedded_pair("float32" if models.dtype == "auto" else models.dtype))
 
 
-def _problems(limit: int) -> dict[str, list[Dialogue]]:
-    """The prompts where no file is named."""
-    from dflash.checkpoints import heldout_problems
-
-    problems = heldout_problems()[:limit]
-    return {"held-out templates": [question(problem.question) for problem in problems]}
-
-
-def _encoded(dialogues: dict[str, list[Dialogue]], encode: Any) -> list[Any]:
-    """The prompts of all tasks."""
-    from dflash.evaluation import Prompt
-
-    return [Prompt(task, encode(dialogue)) for task, rows in dialogues.items() for dialogue in rows]
-
-
 def _plots(result: dict[str, Any], output: Path) -> list[Path]:
     """Draws the plots beside `output`, which is there already, and returns all paths."""
     from dflash.evaluation import save_plots
@@ -169,7 +161,7 @@ def bar(items: Iterable[Any], what: str) -> Iterable[Any]:
 
 def show(result: dict[str, Any]) -> None:
     """The tables of the measurement and of the profile on standard output, and what their figures depend on."""
-    from dflash.evaluation import caveat, place_of, table_of
+    from dflash.evaluation import place_of, table_of
 
     rows = result["summary"]
     setup = result["environment"]
@@ -189,5 +181,4 @@ def show(result: dict[str, Any]) -> None:
         f"at most {decoding['max_new_tokens']} tokens",
         f"medians of {decoding['repeats']} interleaved repeats",
     ]
-    sentence = caveat(rows, setup["target_dtype"])
-    Console(highlight=False).print(Text(f"{', '.join(facts)}. {sentence}".rstrip(), "dim"))
+    show_facts(facts, rows, setup["target_dtype"])

@@ -4,99 +4,100 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 
 from dflash.common.files import check_output
 
-from . import arguments
-from .arguments import panel, prompt_option, result_option, server_option
-from .loading import api_key, numbers, question, read_prompts
+from .arguments import (
+    PROMPT_FILE,
+    ApiKeyEnv,
+    BaselineModel,
+    Hardware,
+    Model,
+    Output,
+    Overwrite,
+    Thinking,
+    option,
+    panel,
+    prompt_option,
+    result_option,
+    server_option,
+)
+from .loading import api_key, heldout_dialogues, numbers, read_prompts
 from .terminal import progress_bar, show_table
 
 
 load_option, goal_option = panel("Load"), panel("Targets and cost")
 
 
-@dataclass(frozen=True)
+@dataclass
 class CanaryServers:
     """The servers beside the one with DFlash, and how they are asked."""
 
-    baseline_url: Annotated[str | None, server_option(help="The same model served without DFlash.")] = None
-    model: arguments.Model = None
-    baseline_model: arguments.BaselineModel = None
-    api_key_env: arguments.ApiKeyEnv = None
-    timeout: Annotated[float, server_option(min=1, help="Longest silence of a server, in seconds.")] = 600.0
-    hardware: arguments.Hardware = None
+    baseline_url: Annotated[str | None, server_option("The same model served without DFlash.")] = None
+    model: Model = None
+    baseline_model: BaselineModel = None
+    api_key_env: ApiKeyEnv = None
+    timeout: Annotated[float, server_option("Longest silence of a server, in seconds.", min=1)] = 600.0
+    hardware: Hardware = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoadOptions:
     """Fields of `Load`."""
 
-    rounds: Annotated[int, load_option(min=1, help="Requests of a level per concurrent one; at least 16 in all.")] = 4
-    max_new_tokens: Annotated[int, load_option(min=2, help="Longest answer, in tokens.")] = 512
-    temperature: Annotated[float, load_option(min=0, help="0 decodes greedily, and texts are compared.")] = 0.0
-    seed: Annotated[int, load_option(min=0, help="Of the order of the prompts.")] = 0
+    concurrency: Annotated[str, load_option("Concurrent requests, level by level.")] = "1,2,4,8,16,32"
+    rounds: Annotated[int, load_option("Requests of a level per concurrent one; at least 16 in all.", min=1)] = 4
+    max_new_tokens: Annotated[int, load_option("Longest answer, in tokens.", min=2)] = 512
+    temperature: Annotated[float, load_option("0 decodes greedily, and texts are compared.", min=0)] = 0.0
+    seed: Annotated[int, load_option("Of the order of the prompts.", min=0)] = 0
     target_ms_per_output_token: Annotated[
-        float | None, goal_option("--target-ms-per-token", min=0, help="Largest p99 of the time per token.")
+        float | None, goal_option("Largest p99 of the time per token.", "--target-ms-per-token", min=0)
     ] = None
     target_ms_to_first_token: Annotated[
-        float | None, goal_option(min=0, help="Largest p99 of the time to the first token.")
+        float | None, goal_option("Largest p99 of the time to the first token.", min=0)
     ] = None
-    price_per_hour: Annotated[float | None, goal_option(min=0, help="Of a server: adds the cost of a token.")] = None
-
-
-@dataclass(frozen=True)
-class CanaryFiles:
-    """The files to write."""
-
-    output: arguments.Output = None
-    plot: Annotated[Path | None, result_option(help="PNG to write: throughput against latency.")] = None
-    overwrite: arguments.Overwrite = False
+    price_per_hour: Annotated[float | None, goal_option("Of a server: adds the cost of a token.", min=0)] = None
 
 
 def canary(
     *,
-    url: Annotated[str, typer.Option(help="The server with DFlash, such as http://localhost:8000.")],
+    url: Annotated[str, option("The server with DFlash, such as http://localhost:8000.")],
     servers: CanaryServers,
     prompts: Annotated[
         Path | None,
-        prompt_option(help=f"Your own traffic. {arguments.PROMPT_FILE}."),
+        prompt_option(f"Your own traffic. {PROMPT_FILE}."),
     ] = None,
-    thinking: arguments.Thinking = False,
-    concurrency: Annotated[str, load_option(help="Concurrent requests, level by level.")] = "1,2,4,8,16,32",
+    thinking: Thinking = False,
     requests: LoadOptions,
-    files: CanaryFiles,
+    output: Output = None,
+    plot: Annotated[Path | None, result_option("PNG to write: throughput against latency.")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Measures a server with DFlash and one without under the same load: waits, throughput, acceptance, cost."""
-    levels = tuple(sorted(set(numbers(concurrency, "--concurrency", least=1))))
-    for path in filter(None, (files.output, files.plot)):
-        check_output(path, files.overwrite)
-    dialogues = None if prompts is None else read_prompts(prompts)
+    levels = tuple(sorted(set(numbers(requests.concurrency, "--concurrency", least=1))))
+    for path in filter(None, (output, plot)):
+        check_output(path, overwrite)
+    dialogues = heldout_dialogues() if prompts is None else read_prompts(prompts)
     key = api_key(servers.api_key_env)
 
-    from dflash.checkpoints import heldout_problems
     from dflash.common.provenance import write_result
     from dflash.evaluation import Load, Server, run_canary, save_drawing
 
-    load = Load(levels, thinking=thinking, **vars(requests))
-    dialogues = dialogues or [question(problem.question) for problem in heldout_problems()]
-    places = {
-        "baseline": (servers.baseline_url, servers.baseline_model or servers.model),
-        "dflash": (url, servers.model),
-    }
-    clients = {
-        name: Server(address, key, servers.timeout) for name, (address, _) in places.items() if address is not None
-    }
-    models = {name: (server, server.only_model(places[name][1])) for name, server in clients.items()}
-    with progress_bar("Asking the servers", num_steps=len(levels) * len(models)) as advance:
-        result = run_canary(models, dialogues, load, advance, servers.hardware)
-    if files.output is not None:
-        write_result(files.output, result)
+    load = Load(**vars(requests) | {"concurrency": levels, "thinking": thinking})
+    asked = {}
+    baseline = ("baseline", servers.baseline_url, servers.baseline_model or servers.model)
+    for name, address, model in (baseline, ("dflash", url, servers.model)):
+        if address is not None:
+            server = Server(address, key, servers.timeout)
+            asked[name] = (server, server.only_model(model))
+    with progress_bar("Asking the servers", num_steps=len(levels) * len(asked)) as advance:
+        result = run_canary(asked, dialogues, load, advance, servers.hardware)
+    if output is not None:
+        write_result(output, result)
     _show(result)
-    if files.plot is not None:
-        save_drawing(result, "latency_throughput", files.plot)
+    if plot is not None:
+        save_drawing(result, "latency_throughput", plot)
 
 
 def _show(result: dict[str, Any]) -> None:

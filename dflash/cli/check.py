@@ -6,21 +6,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .arguments import AsJson, TargetOfDrafter
+from .arguments import AsJson, TargetOfDrafter, argument, option
 from .loading import checkpoint
 
 
 def check(
-    drafter: Annotated[
-        str, typer.Argument(metavar="DRAFTER", help="The drafter's checkpoint: a folder or an id on the Hub.")
-    ],
+    drafter: Annotated[str, argument("The drafter's checkpoint: a folder or an id on the Hub.", "DRAFTER")],
     target: TargetOfDrafter = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Only this engine (remote-code, native, vllm, sglang, trtllm, mlx); may be repeated.",
-        ),
+        option("Only this engine (remote-code, native, vllm, sglang, trtllm, mlx); may be repeated.", metavar="NAME"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

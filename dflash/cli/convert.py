@@ -3,15 +3,13 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from .arguments import Source, TargetOfDrafter, TrustRemoteCode, WeightsOnly
+from .arguments import Source, TargetOfDrafter, TrustRemoteCode, WeightsOnly, argument
 from .loading import checkpoint, hide_loading_bars
 
 
 def convert(
     source: Source,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it.")],
+    folder: Annotated[Path, argument("Where to write it.", "FOLDER")],
     target: TargetOfDrafter = None,
     weights_only: WeightsOnly = False,
     trust_remote_code: TrustRemoteCode = False,

@@ -2,24 +2,21 @@
 
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
-from .arguments import DtypeName
+from .arguments import DtypeName, option
 from .loading import Pair, checked_prompt, dtype_name, encode, hide_loading_bars
 from .terminal import BlockPrinter, Comparison, comparison_table, legend, progress_bar
 
 
 def demo(
-    prompts: Annotated[int, typer.Option(min=1, metavar="N", help="How many held-out problems to answer.")] = 3,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer this text instead.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer, in tokens.")] = 256,
-    domino: Annotated[
-        bool, typer.Option("--domino", help="Draft with Domino's head, which chooses token by token.")
-    ] = False,
+    prompts: Annotated[int, option("How many held-out problems to answer.", min=1, metavar="N")] = 3,
+    prompt: Annotated[str | None, option("Answer this text instead.", metavar="TEXT")] = None,
+    max_new_tokens: Annotated[int, option("Longest answer, in tokens.", min=1, metavar="N")] = 256,
+    domino: Annotated[bool, option("Draft with Domino's head, which chooses token by token.", "--domino")] = False,
     dtype: Annotated[
-        DtypeName, typer.Option(metavar="NAME", help="float32 is exact; in bfloat16 a near-tie can flip.")
+        DtypeName, option("float32 is exact; in bfloat16 a near-tie can flip.", metavar="NAME")
     ] = "float32",
 ) -> None:
     """Answers word problems with the embedded tiny pair, plainly and with DFlash, and compares. Needs no download."""

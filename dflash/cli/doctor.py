@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -12,24 +11,32 @@ from rich.text import Text
 from dflash.common.files import check_output
 from dflash.common.messages import counted
 
-from . import arguments, loading
-from .arguments import decoding_option, prompt_option
+from . import loading
+from .arguments import (
+    PROMPT_FILE,
+    ModelOptions,
+    ResultOptions,
+    TemplateOptions,
+    argument,
+    decoding_option,
+    prompt_option,
+)
 from .bench import bar
 
 
 def doctor(
     *,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="The target: a folder or an id on the Hub.")],
-    drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="Its DFlash drafter: a folder or an id.")],
+    target: Annotated[str, argument("The target: a folder or an id on the Hub.", "TARGET")],
+    drafter: Annotated[str, argument("Its DFlash drafter: a folder or an id.", "DRAFTER")],
     prompts: Annotated[
         Path | None,
-        prompt_option(help=f"{arguments.PROMPT_FILE}. Default: six."),
+        prompt_option(f"{PROMPT_FILE}. Default: six."),
     ] = None,
-    limit: Annotated[int, prompt_option(min=1, help="Number of prompts of the file.")] = 8,
-    template: arguments.TemplateOptions,
-    max_new_tokens: Annotated[int, decoding_option(min=2, help="Longest answer, in tokens.")] = 128,
-    models: arguments.ModelOptions,
-    result: arguments.ResultOptions,
+    limit: Annotated[int, prompt_option("Number of prompts of the file.", min=1)] = 8,
+    template: TemplateOptions,
+    max_new_tokens: Annotated[int, decoding_option("Longest answer, in tokens.", min=2)] = 128,
+    models: ModelOptions,
+    result: ResultOptions,
 ) -> None:
     """Says why a pair accepts little: measures it beside its card, then with one change at a time.
 

@@ -8,91 +8,99 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.text import Text
 
 from dflash.common.files import only_writer
 from dflash.common.messages import counted
 
-from . import arguments, loading
-from .arguments import decoding_option, prompt_option, result_option, server_option
-from .terminal import counting_bar, show_table
+from . import loading
+from .arguments import (
+    PROMPT_FILE,
+    AsJson,
+    BaselineModel,
+    Drafter,
+    Hardware,
+    Model,
+    ModelOptions,
+    Repeats,
+    Target,
+    TemplateOptions,
+    decoding_option,
+    option,
+    prompt_option,
+    result_option,
+    server_option,
+)
+from .terminal import counting_bar, show_facts, show_table
 from .tracing import TraceFile, check_trace_file, recording
 
 
-@dataclass(frozen=True)
+@dataclass
 class QuestionOptions:
     """The questions."""
 
-    tasks: Annotated[str | None, typer.Option(help="Names of the tasks above, with commas between.")] = None
+    tasks: Annotated[str | None, option("Names of the tasks above, with commas between.")] = None
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(
-            help=f"Your own, besides or instead of tasks; not scored. {arguments.PROMPT_FILE}; may be repeated."
-        ),
+        option(f"Your own, besides or instead of tasks; not scored. {PROMPT_FILE}; may be repeated."),
     ] = None
-    limit: Annotated[int, prompt_option(min=0, help="Prompts of each task and file; 0 for all.")] = 80
+    limit: Annotated[int, prompt_option("Prompts of each task and file; 0 for all.", min=0)] = 80
+    seed: Annotated[int, prompt_option("Chooses the prompts.", min=0)] = 0
+    data_root: Annotated[Path | None, prompt_option("Read the tasks from files below this folder.")] = None
 
 
-@dataclass(frozen=True)
-class AskingOptions:
-    """Fields of `EvalPlan`."""
+@dataclass
+class AskingOptions(TemplateOptions):
+    """How they are asked, and whether the answers are scored."""
 
-    seed: Annotated[int, prompt_option(min=0, help="Chooses the prompts.")] = 0
-    data_root: Annotated[Path | None, prompt_option(help="Read the tasks from files below this folder.")] = None
-    chat_template: arguments.ChatTemplate = True
-    thinking: arguments.Thinking = False
-    score: Annotated[bool, prompt_option(help="Score the answers; runs code that the target wrote.")] = True
+    score: Annotated[bool, prompt_option("Score the answers; runs code that the target wrote.")] = True
     unsafe_code: Annotated[
-        bool, prompt_option("--unsafe-code", help="Run that code even where this system cannot confine it.")
+        bool, prompt_option("Run that code even where this system cannot confine it.", "--unsafe-code")
     ] = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvalMethods:
     """How the answers are decoded."""
 
-    methods: Annotated[str, decoding_option(help="Methods besides target.generate, with commas between.")] = "dflash"
+    methods: Annotated[str, decoding_option("Methods besides target.generate, with commas between.")] = "dflash"
     max_new_tokens: Annotated[
         int | None,
-        decoding_option(min=2, help="Longest answer, in tokens. Default: 2048, or half of the target's positions."),
+        decoding_option("Longest answer, in tokens. Default: 2048, or half of the target's positions.", min=2),
     ] = None
-    repeats: arguments.Repeats = 1
+    repeats: Repeats = 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvalServers:
     """A server of the pair and one of the target alone."""
 
-    url: Annotated[str | None, server_option(help="A server of the pair (vLLM, SGLang, …); loads no weights.")] = None
-    baseline_url: Annotated[str | None, server_option(help="A server of the target alone.")] = None
-    model: arguments.Model = None
-    baseline_model: arguments.BaselineModel = None
-    hardware: arguments.Hardware = None
+    url: Annotated[str | None, server_option("A server of the pair (vLLM, SGLang, …); loads no weights.")] = None
+    baseline_url: Annotated[str | None, server_option("A server of the target alone.")] = None
+    model: Model = None
+    baseline_model: BaselineModel = None
+    hardware: Hardware = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvalFiles:
     """What is written."""
 
-    output: Annotated[Path | None, result_option(help="JSON to write; a stopped run continues from its .jsonl.")] = (
-        None
-    )
-    overwrite: Annotated[bool, result_option("--overwrite", help="Begin anew if --output exists.")] = False
+    output: Annotated[Path | None, result_option("JSON to write; a stopped run continues from its .jsonl.")] = None
+    overwrite: Annotated[bool, result_option("Begin anew if --output exists.", "--overwrite")] = False
     trace: TraceFile = None
-    as_json: arguments.AsJson = False
+    as_json: AsJson = False
 
 
 def evaluate(
     *,
-    target: arguments.Target,
-    drafter: arguments.Drafter,
+    target: Target,
+    drafter: Drafter,
     questions: QuestionOptions,
     asking: AskingOptions,
     decoding: EvalMethods,
-    models: arguments.ModelOptions,
+    models: ModelOptions,
     servers: EvalServers,
     files: EvalFiles,
 ) -> None:
@@ -112,32 +120,20 @@ def evaluate(
     loading.hide_loading_bars()
     from dflash.common.processes import Processes
     from dflash.common.runs import Run
-    from dflash.evaluation import EvalPlan, check_methods, run_eval
+    from dflash.evaluation import check_methods, run_eval
 
-    if asking.data_root is not None:
-        _silence_datasets()
     processes = Processes()
     _check_servers(servers, decoding.methods, processes.count)
     methods = loading.listed(decoding.methods, "--methods")
-    if questions.tasks is None and not questions.prompts:
-        raise ValueError(
-            "Nothing is asked: give --tasks with names of tasks, --prompts with a file of your own, or both."
-        )
+    prompts = questions.prompts or []
     check_methods(methods)
     _check_traced(files.trace, servers.url, methods)
     loading.known_device(models.device)
-    plan = EvalPlan(
-        loading.checkpoint(target, "--target"),
-        loading.checkpoint(drafter, "--drafter"),
-        () if questions.tasks is None else loading.listed(questions.tasks, "--tasks"),
-        questions.limit or None,
-        repeats=decoding.repeats,
-        **vars(asking),
-    )
+    plan = _plan(target, drafter, questions, asking, decoding.repeats)
     with ExitStack() as stack:
         if processes.is_first:
-            _claim(stack, files, questions.prompts or [])
-        asked = _questions(plan, questions.prompts or [])
+            _claim(stack, files, prompts)
+        asked = _questions(plan, prompts)
         if servers.url is not None:
             tokenizer = loading.load_tokenizer(plan.target, models.trust_remote_code)
             backend = _server_backend(servers, tokenizer, decoding.max_new_tokens)
@@ -146,9 +142,9 @@ def evaluate(
             tokenizer = pair.tokenizer
             recorder = stack.enter_context(recording(files.trace, pair, target, processes.rank))
             backend = _backend(pair, decoding.max_new_tokens, methods, recorder)
-            if processes.is_first and decoding.max_new_tokens is None:
-                _say_longest(backend.max_new_tokens)
         if processes.is_first:
+            if decoding.max_new_tokens is None:
+                _say_longest(backend.max_new_tokens)
             loading.say_without_template(tokenizer, asking.chat_template)
         # No thread draws the bar, because that would disturb the measurement.
         bar = _Bar(stack.enter_context(counting_bar(processes.is_first, auto_refresh=False)))
@@ -180,10 +176,32 @@ def _check_servers(servers: EvalServers, methods: str, num_processes: int) -> No
         )
 
 
+def _plan(target: str, drafter: str, questions: QuestionOptions, asking: AskingOptions, repeats: int) -> Any:
+    """What is evaluated, and how."""
+    from dflash.evaluation import EvalPlan
+
+    if questions.tasks is None and not questions.prompts:
+        raise ValueError(
+            "Nothing is asked: give --tasks with names of tasks, --prompts with a file of your own, or both."
+        )
+    return EvalPlan(
+        loading.checkpoint(target, "--target"),
+        loading.checkpoint(drafter, "--drafter"),
+        () if questions.tasks is None else loading.listed(questions.tasks, "--tasks"),
+        questions.limit or None,
+        questions.seed,
+        questions.data_root,
+        repeats,
+        **vars(asking),
+    )
+
+
 def _questions(plan: Any, prompts: Sequence[Path]) -> list[Any]:
     """The questions of the tasks, then those of one's own prompts."""
     from dflash.evaluation import questions_of, questions_of_prompts
 
+    if plan.data_root is not None:
+        _silence_datasets()
     own: list[Any] = []
     for name, dialogues in loading.read_prompt_files(prompts).items():
         own += questions_of_prompts(name, dialogues, plan.num_prompts, plan.seed)
@@ -299,11 +317,12 @@ def _report(result: dict[str, Any], files: EvalFiles) -> None:
 
 def _show(result: dict[str, Any]) -> None:
     """The table, and what its figures depend on."""
-    from dflash.evaluation import caveat, place_of, table_of
+    from dflash.evaluation import means_of_tasks, place_of, table_of
 
     rows = result["summary"]
-    show_table(table_of([*rows, *_means(rows)], SHOWN, short=True), "Everything counted, the prompt's forward too")
-    console = Console(highlight=False)
+    show_table(
+        table_of([*rows, *means_of_tasks(rows)], SHOWN, short=True), "Everything counted, the prompt's forward too"
+    )
     decoding = result["decoding"]
     setup = result["environment"]
     facts = [
@@ -316,20 +335,10 @@ def _show(result: dict[str, Any]) -> None:
         f"thinking {'on' if decoding['enable_thinking'] else 'off'}",
         f"at most {decoding['max_new_tokens']} tokens",
     ]
-    sentence = caveat(rows, setup.get("target_dtype"))
-    console.print(Text(f"{', '.join(filter(None, facts))}. {sentence}".rstrip(), "dim"))
+    show_facts(facts, rows, setup.get("target_dtype"))
     for task in result["tasks"]:
         if task["too_long"]:
             left_out = f"{task['too_long']} of {counted(task['prompts'], 'prompt')} of {task['task']} are left out"
-            console.print(f"{left_out}: with the answer they would be longer than the target's positions.")
-
-
-def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per method with the means of its tasks, if there are several."""
-    means = []
-    for method in dict.fromkeys(row["method"] for row in rows[1:]):
-        tasks = [row for row in rows if row["method"] == method and row["tau_micro"] is not None]
-        if len(tasks) > 1:
-            mean = {name: sum(row[name] for row in tasks) / len(tasks) for name in ("speedup", "tau_micro")}
-            means.append({"task": "mean", "method": method, **mean})
-    return means
+            Console(highlight=False).print(
+                f"{left_out}: with the answer they would be longer than the target's positions."
+            )

@@ -3,15 +3,13 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from .arguments import Source, Target, TrustRemoteCode, WeightsOnly
+from .arguments import Source, Target, TrustRemoteCode, WeightsOnly, argument
 from .loading import checkpoint, hide_loading_bars
 
 
 def export(
     source: Source,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it; its name contains DFlash.")],
+    folder: Annotated[Path, argument("Where to write it; its name contains DFlash.", "FOLDER")],
     target: Target,
     weights_only: WeightsOnly = False,
     trust_remote_code: TrustRemoteCode = False,

@@ -3,14 +3,13 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from .arguments import argument
 from .loading import hide_loading_bars
 from .terminal import progress_bar
 
 
 def export_demo(
-    folder: Annotated[Path, typer.Argument(help="Three checkpoint folders are written below it.")],
+    folder: Annotated[Path, argument("Three checkpoint folders are written below it.")],
 ) -> None:
     """Writes the embedded target and its two drafters as checkpoint folders, the code beside each drafter's weights."""
     with progress_bar("Writing the embedded pair", num_steps=2) as advance:

@@ -7,39 +7,38 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 
 from dflash.common.messages import counted
 from dflash.common.version import __version__
 
-from .arguments import AsJson, Drafter, ModelOptions, Target, TemplateOptions, decoding_option
+from .arguments import AsJson, Drafter, ModelOptions, Target, TemplateOptions, argument, decoding_option, option
 from .demo import show_comparison, warm_up
-from .loading import Pair, checked_prompt, dtype_name, encode, known_device, load_pair, say_once, standard_input
+from .loading import Pair, checked_prompt, dtype_name, encode, load_pair, say_once, standard_input
 from .terminal import BlockPrinter, number
 from .tracing import TraceFile, check_trace_file, recording
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShownOptions:
     """What is shown and kept."""
 
     as_json: AsJson = False
-    compare: Annotated[bool, typer.Option("--compare", help="Run target.generate too, and compare.")] = False
+    compare: Annotated[bool, option("Run target.generate too, and compare.", "--compare")] = False
     trace: TraceFile = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestOptions:
     """The request."""
 
-    max_new_tokens: Annotated[int, decoding_option(metavar="N", help="Longest answer, in tokens.")] = 512
-    temperature: Annotated[float, decoding_option(metavar="X", help="0 decodes greedily; above 0 samples.")] = 0.0
+    max_new_tokens: Annotated[int, decoding_option("Longest answer, in tokens.", metavar="N")] = 512
+    temperature: Annotated[float, decoding_option("0 decodes greedily; above 0 samples.", metavar="X")] = 0.0
     top_p: Annotated[
-        float | None, decoding_option(metavar="X", help="Sample from the smallest set of this probability.")
+        float | None, decoding_option("Sample from the smallest set of this probability.", metavar="X")
     ] = None
-    top_k: Annotated[int | None, decoding_option(metavar="N", help="Sample from the N most probable tokens.")] = None
-    seed: Annotated[int, decoding_option(min=0, max=2**63 - 1, metavar="N", help="Seed of the sampling.")] = 0
+    top_k: Annotated[int | None, decoding_option("Sample from the N most probable tokens.", metavar="N")] = None
+    seed: Annotated[int, decoding_option("Seed of the sampling.", min=0, max=2**63 - 1, metavar="N")] = 0
 
     def request(self) -> dict[str, Any]:
         """The keywords of the loop; ValueError for a value that no request can have, by the name of its flag."""
@@ -55,9 +54,7 @@ class RequestOptions:
 
 def generate(
     *,
-    prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="The text to answer; - reads it from standard input.")
-    ],
+    prompt: Annotated[str, argument("The text to answer; - reads it from standard input.", "PROMPT")],
     target: Target,
     drafter: Drafter,
     models: ModelOptions,
@@ -69,7 +66,6 @@ def generate(
     if shown.compare and (shown.as_json or decoding.temperature or shown.trace):
         raise ValueError("--compare shows two greedy texts: leave out --json, --temperature and --trace.")
     request = decoding.request()
-    known_device(models.device)
     check_trace_file(shown.trace)
     text = checked_prompt(standard_input() if prompt == "-" else prompt)
     pair = load_pair(target, drafter, models)

@@ -61,14 +61,11 @@ def load_target(target: str, models: ModelOptions) -> Any:
     """The target of a folder or Hub id; ValueError that names it if it cannot be loaded."""
     from transformers import AutoModelForCausalLM
 
-    own_code = models.trust_remote_code
+    options = {"dtype": models.dtype, "trust_remote_code": models.trust_remote_code}
     device = known_device(models.device)
     with named("--target", target):
-        refuse_own_generate(target, own_code)
-        model = AutoModelForCausalLM.from_pretrained(
-            target, dtype=models.dtype, device_map=device, trust_remote_code=own_code
-        )
-    return model.eval()
+        refuse_own_generate(target, models.trust_remote_code)
+        return AutoModelForCausalLM.from_pretrained(target, device_map=device, **options).eval()
 
 
 def _say_depth(config: Any) -> None:
@@ -221,6 +218,13 @@ def encoder(tokenizer: Any, template: TemplateOptions) -> Any:
 def question(text: str) -> Dialogue:
     """The chat in which a user asks `text`."""
     return [{"role": "user", "content": text}]
+
+
+def heldout_dialogues() -> list[Dialogue]:
+    """Word problems that the embedded drafter did not learn, as chats."""
+    from dflash.checkpoints import heldout_problems
+
+    return [question(problem.question) for problem in heldout_problems()]
 
 
 def say_without_template(tokenizer: Any, chat_template: bool) -> None:

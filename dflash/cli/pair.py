@@ -5,26 +5,22 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
-
-from .arguments import TrustRemoteCode
+from .arguments import TrustRemoteCode, argument, option
 from .loading import checkpoint, hide_loading_bars
 
 
 def pair(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="The target: a folder or an id on the Hub.")],
-    drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="Its drafter: a folder or an id on the Hub.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    copy: Annotated[bool, typer.Option("--copy", help="Copy the weights instead of linking to them.")] = False,
+    target: Annotated[str, argument("The target: a folder or an id on the Hub.", "TARGET")],
+    drafter: Annotated[str, argument("Its drafter: a folder or an id on the Hub.", "DRAFTER")],
+    out: Annotated[Path, argument("The folder to write.", "OUT")],
+    copy: Annotated[bool, option("Copy the weights instead of linking to them.", "--copy")] = False,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="NAME=VALUE", help="A keyword of spec_generate for every request; may be repeated."
-        ),
+        option("A keyword of spec_generate for every request; may be repeated.", "--set", metavar="NAME=VALUE"),
     ] = None,
     on_error: Annotated[
         Literal["raise", "plain"],
-        typer.Option(metavar="NAME", help="Without a drafter that fits: raise an error, or write plain text."),
+        option("Without a drafter that fits: raise an error, or write plain text.", metavar="NAME"),
     ] = "raise",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:

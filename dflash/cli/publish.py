@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.filesize import decimal
 
-from .arguments import AcceptLicence, TargetOfDrafter, panel
+from .arguments import AcceptLicence, TargetOfDrafter, argument, option, panel
 
 
 if TYPE_CHECKING:
@@ -18,28 +17,24 @@ if TYPE_CHECKING:
 hub_option = panel("On the Hub")
 
 
-@dataclass(frozen=True)
+@dataclass
 class HubOptions:
     """The repository and its commit."""
 
-    private: Annotated[bool, hub_option("--private", help="Only you or the organisation see it.")] = False
+    private: Annotated[bool, hub_option("Only you or the organisation see it.", "--private")] = False
     revision: Annotated[
-        str | None, hub_option(metavar="NAME", help="The branch; made if there is none. Default: main.")
+        str | None, hub_option("The branch; made if there is none. Default: main.", metavar="NAME")
     ] = None
-    message: Annotated[str | None, hub_option(metavar="TEXT", help="The message of the commit.")] = None
+    message: Annotated[str | None, hub_option("The message of the commit.", metavar="TEXT")] = None
 
 
 def publish(
     *,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The drafter's checkpoint, or a pair.")],
-    repo_id: Annotated[str, typer.Argument(metavar="NAMESPACE/NAME", help="The repository on the Hub.")],
+    folder: Annotated[Path, argument("The drafter's checkpoint, or a pair.", "FOLDER")],
+    repo_id: Annotated[str, argument("The repository on the Hub.", "NAMESPACE/NAME")],
     target: TargetOfDrafter = None,
-    base_model: Annotated[
-        str | None, typer.Option(metavar="ORG/NAME", help="The target's id on the Hub, for the card.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be uploaded, and connect to nothing.")
-    ] = False,
+    base_model: Annotated[str | None, option("The target's id on the Hub, for the card.", metavar="ORG/NAME")] = None,
+    dry_run: Annotated[bool, option("Print what would be uploaded, and connect to nothing.", "--dry-run")] = False,
     hub: HubOptions,
     accept_licence: AcceptLicence = False,
 ) -> None:

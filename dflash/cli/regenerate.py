@@ -6,14 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.progress import Progress, TextColumn
 
 from dflash.common.files import check_output, only_writer
 from dflash.common.messages import counted
 
 from . import loading
-from .arguments import ApiKeyEnv, Model, ModelOptions, Target, model_option, panel, result_option, server_option
+from .arguments import (
+    ApiKeyEnv,
+    Model,
+    ModelOptions,
+    Target,
+    model_option,
+    option,
+    panel,
+    result_option,
+    server_option,
+)
 from .terminal import counting_bar
 
 
@@ -21,72 +30,72 @@ LONGEST_SILENCE = 3600.0  # of a server that writes long answers, in seconds
 data_option, answer_option = panel("Data"), panel("Answers")
 
 
-@dataclass(frozen=True)
+@dataclass
 class AnswerOptions:
     """The fields of `RegenerationSettings`."""
 
-    samples: Annotated[int | None, data_option(min=1, help="Number of rows. Default: all.")] = None
-    split: Annotated[str, data_option(help="Split of a data set that has several.")] = "train"
+    samples: Annotated[int | None, data_option("Number of rows. Default: all.", min=1)] = None
+    split: Annotated[str, data_option("Split of a data set that has several.")] = "train"
     streaming: Annotated[
-        bool, data_option("--streaming", help="Answer the first --samples rows; download nothing after them.")
+        bool, data_option("Answer the first --samples rows; download nothing after them.", "--streaming")
     ] = False
-    prompt_tokens: Annotated[int, data_option(min=1, help="Number of tokens of a text that are its prompt.")] = 16
+    prompt_tokens: Annotated[int, data_option("Number of tokens of a text that are its prompt.", min=1)] = 16
     max_prompt_tokens: Annotated[
-        int | None, data_option(min=1, help="Leave out longer prompts; of a chat the first one counts.")
+        int | None, data_option("Leave out longer prompts; of a chat the first one counts.", min=1)
     ] = None
     deduplicate: Annotated[
-        bool, data_option(help="Leave out prompts that repeat another one; not for several sampled answers of each.")
+        bool, data_option("Leave out prompts that repeat another one; not for several sampled answers of each.")
     ] = True
-    thinking: Annotated[bool, data_option(help="Let the chat template ask for thinking.")] = False
-    max_new_tokens: Annotated[int, answer_option(min=1, help="Longest answer, in tokens.")] = 2048
-    temperature: Annotated[float, answer_option(help="0 answers greedily; above 0 samples.")] = 0.0
-    top_p: Annotated[float, answer_option(help="Sample from the smallest set of this probability.")] = 1.0
-    top_k: Annotated[int, answer_option(help="Sample from this many most probable tokens; 0: all.")] = 0
-    seed: Annotated[int, answer_option(min=0, help="Of sampling and of --samples.")] = 0
-    drop_cut: Annotated[bool, answer_option("--drop-cut", help="Leave out answers that the length cut off.")] = False
+    thinking: Annotated[bool, data_option("Let the chat template ask for thinking.")] = False
+    max_new_tokens: Annotated[int, answer_option("Longest answer, in tokens.", min=1)] = 2048
+    temperature: Annotated[float, answer_option("0 answers greedily; above 0 samples.")] = 0.0
+    top_p: Annotated[float, answer_option("Sample from the smallest set of this probability.")] = 1.0
+    top_k: Annotated[int, answer_option("Sample from this many most probable tokens; 0: all.")] = 0
+    seed: Annotated[int, answer_option("Of sampling and of --samples.", min=0)] = 0
+    drop_cut: Annotated[bool, answer_option("Leave out answers that the length cut off.", "--drop-cut")] = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class WriterOptions:
     """What answers, and how much at once."""
 
     batch_size: Annotated[
-        int | None, answer_option(min=1, help="Rows at once. Default: 8, with --url 64; a server may take 300.")
+        int | None, answer_option("Rows at once. Default: 8, with --url 64; a server may take 300.", min=1)
     ] = None
     drafter: Annotated[
         str | None,
         model_option(
-            help="A first drafter: the same text but for rounding; sooner in small batches, maybe later in large ones."
+            "A first drafter: the same text but for rounding; sooner in small batches, maybe later in large ones."
         ),
     ] = None
     trace: Annotated[
-        Path | None, model_option(help="A .jsonl file to write: where drafts were rejected, for dflash adapt.")
+        Path | None, model_option("A .jsonl file to write: where drafts were rejected, for dflash adapt.")
     ] = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class AnswerServer:
     """A server of the target."""
 
-    url: Annotated[str | None, server_option(help="An OpenAI-compatible server of the target.")] = None
+    url: Annotated[str | None, server_option("An OpenAI-compatible server of the target.")] = None
     model: Model = None
     api_key_env: ApiKeyEnv = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class OutputOptions:
     """The licence of the output, and what becomes of a run in it."""
 
-    license: Annotated[str | None, data_option(help="Licence of the data. Default: as the source states it.")] = None
-    resume: Annotated[bool, result_option("--resume", help="Continue the run in --output.")] = False
-    overwrite: Annotated[bool, result_option("--overwrite", help="Begin anew if --output holds a run.")] = False
+    license: Annotated[str | None, data_option("Licence of the data. Default: as the source states it.")] = None
+    resume: Annotated[bool, result_option("Continue the run in --output.", "--resume")] = False
+    overwrite: Annotated[bool, result_option("Begin anew if --output holds a run.", "--overwrite")] = False
 
 
 def regenerate(
     *,
     target: Target,
-    data: Annotated[str, typer.Option(help="Chats, prompts or texts: a JSONL file, a folder, or an id on the Hub.")],
-    output: Annotated[Path, typer.Option(help="The .jsonl file to write, for dflash train --data.")],
+    data: Annotated[str, option("Chats, prompts or texts: a JSONL file, a folder, or an id on the Hub.")],
+    output: Annotated[Path, option("The .jsonl file to write, for dflash train --data.")],
     answers: AnswerOptions,
     writing: WriterOptions,
     models: ModelOptions,
@@ -98,7 +107,8 @@ def regenerate(
     In N processes, each with its share of the rows, on GPUs or on a CPU (where accelerate launch starts one alone):
     torchrun --nproc_per_node N -m dflash regenerate …
     """
-    _check_licence(options.license)
+    if options.license is not None and not options.license.strip():
+        raise ValueError("--license is empty: name the licence of the data, as in cc-by-4.0, or leave it out.")
     _check_server(server, writing.drafter)
     _check_trace(writing, data, output)
     loading.hide_loading_bars()
@@ -121,8 +131,9 @@ def regenerate(
         else:
             own_models = loading.on_own_device(models, processes)
             writer, tokenizer = load_writer(target, writing.drafter, writing.batch_size or 8, own_models)
-        if writing.trace is not None:
-            _record(writer, writing.trace, tokenizer, target, processes, options.resume)
+        if writing.trace is not None and processes.is_first:
+            recorded = "Prompts, answers and the places of rejected drafts are recorded"
+            loading.say_once(f"{recorded} in {writing.trace} (--trace).")
         facts = {"command": command(), "drafter": public_name(writing.drafter), "processes": processes.count}
         with answer_bar(processes.is_first) as bar:
             run = RegenerationRun(
@@ -133,18 +144,11 @@ def regenerate(
                 target=target,
                 license=options.license,
                 provenance=facts,
+                trace=writing.trace,
             )
             record = regenerate_data(writer, tokenizer, data, output, settings, **start, run=run)
         if processes.is_first:
-            if writing.trace is not None:
-                writer.trace.join()
             print(record.summary(output, answers.drop_cut))
-
-
-def _check_licence(license: str | None) -> None:
-    """Raises ValueError for the name of a licence that is empty."""
-    if license is not None and not license.strip():
-        raise ValueError("--license is empty: name the licence of the data, as in cc-by-4.0, or leave it out.")
 
 
 def _check_server(server: AnswerServer, drafter: str | None) -> None:
@@ -193,31 +197,16 @@ def load_writer(target: str, drafter: str | None, batch_size: int, models: Model
     return TargetWriter(pair.target, pair.drafter, batch_size), pair.tokenizer
 
 
-def _record(writer: Any, trace: Path, tokenizer: Any, target: str, processes: Any, resume: bool) -> None:
-    """Makes a writer add its texts and the places of rejected drafts to `trace`."""
-    from dflash.training import Trace
-
-    writer.trace = Trace(trace, writer.target, tokenizer, target, processes.rank, begin=not resume)
-    if processes.is_first:
-        loading.say_once(f"Prompts, answers and the places of rejected drafts are recorded in {trace} (--trace).")
-
-
 def _load_server(target: str, server: AnswerServer, batch_size: int, own_code: bool) -> tuple[Any, Any]:
     """The target on a server, and its tokenizer; no weights are loaded here."""
-    from transformers import AutoConfig, GenerationConfig
-
     from dflash.common.openai_client import OpenAIClient
-    from dflash.regeneration import ServerWriter
+    from dflash.regeneration import ServerWriter, read_configs
 
     client = OpenAIClient(str(server.url), loading.api_key(server.api_key_env), timeout=LONGEST_SILENCE)
     tokenizer = loading.load_tokenizer(target, own_code)
     with loading.named("--target", target):
-        config = AutoConfig.from_pretrained(target, trust_remote_code=own_code)
-        try:
-            generation_config = GenerationConfig.from_pretrained(target)
-        except OSError:  # what the config says of it then counts
-            generation_config = GenerationConfig.from_model_config(config)
-    return ServerWriter(client, server.model, tokenizer, config, generation_config, batch_size), tokenizer
+        configs = read_configs(target, own_code)
+    return ServerWriter(client, server.model, tokenizer, *configs, batch_size), tokenizer
 
 
 @contextmanager
@@ -237,7 +226,7 @@ class AnswerBar:
 
     def begin(self, share: int, record: Any) -> None:
         """Says what is left out or done already, and counts `share` rows from here on."""
-        for reason, count in (record.left_out or {}).items():
+        for reason, count in record.left_out.items():
             self._progress.console.print(f"Left out: {count:,} x {reason}.", soft_wrap=True)
         if record.was_finished:
             everything = share + record.was_finished
@@ -247,6 +236,6 @@ class AnswerBar:
     def row(self, tokens: int) -> None:
         """Counts a row of so many new tokens."""
         self._tokens += tokens
-        seconds = next(task.elapsed for task in self._progress.tasks if task.id == self._task)
+        seconds = self._progress.tasks[0].elapsed
         rate = f"{self._tokens / seconds:,.0f} tokens/s" if seconds else ""  # as of the last batch
         self._progress.update(self._task, advance=1, rate=rate)

@@ -3,25 +3,23 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from .arguments import argument, option
 
 
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Results of bench, eval, canary and train, or folders.")],
-    output: Annotated[Path | None, typer.Option(help="Folder for index.html and the plots as PNG.")] = None,
+    results: Annotated[list[Path], argument("Results of bench, eval, canary and train, or folders.")],
+    output: Annotated[Path | None, option("Folder for index.html and the plots as PNG.")] = None,
     pages: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--pages",
-            "--readme",
-            help="A Markdown file, or a folder of them: write each result's table between <!-- NAME:begin --> and "
+        option(
+            "A Markdown file, or a folder of them: write each result's table between <!-- NAME:begin --> and "
             "<!-- NAME:end -->, where NAME is its file name without .json, or a checkpoint's folder; of two of one name "
             "the second is NAME-2. May be repeated.",
+            "--pages",
+            "--readme",
         ),
     ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Write no page; fail if one differs from the results.")
-    ] = False,
+    check: Annotated[bool, option("Write no page; fail if one differs from the results.", "--check")] = False,
 ) -> None:
     """Writes one page that needs no network, and its plots as PNG; or the tables of Markdown files."""
     if output is None and not pages:

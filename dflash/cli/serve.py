@@ -2,22 +2,20 @@
 
 from typing import Annotated, Literal
 
-import typer
-
-from .arguments import Drafter, Target
+from .arguments import Drafter, Target, argument, option
 from .loading import checkpoint
 
 
 def serve(
-    engine: Annotated[Literal["vllm", "sglang", "trtllm"], typer.Option(help="The engine that serves.")],
+    engine: Annotated[Literal["vllm", "sglang", "trtllm"], option("The engine that serves.")],
     target: Target,
     drafter: Drafter,
-    engine_args: Annotated[list[str] | None, typer.Argument(help="The engine's own arguments, after --.")] = None,
+    engine_args: Annotated[list[str] | None, argument("The engine's own arguments, after --.")] = None,
     block_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens in a block, anchor included. Default: the drafter's.")
+        int | None, option("Tokens in a block, anchor included. Default: the drafter's.", metavar="N")
     ] = None,
-    only_print: Annotated[bool, typer.Option("--print", help="Print the command and stop.")] = False,
-    checked: Annotated[bool, typer.Option("--check/--no-check", help="Refuse what the engine cannot run.")] = True,
+    only_print: Annotated[bool, option("Print the command and stop.", "--print")] = False,
+    checked: Annotated[bool, option("Refuse what the engine cannot run.", "--check/--no-check")] = True,
 ) -> None:
     """Serves a pair with vLLM, SGLang or TensorRT-LLM: prints the engine's own command, then runs it."""
     from dflash.checkpoints import declared_block_size, refuse_unfit, run_server, server_command

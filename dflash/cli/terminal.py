@@ -43,9 +43,8 @@ def progress_bar(what: str, num_steps: int, hidden: bool = False) -> Iterator[Ca
         yield lambda: progress.advance(task)
 
 
-@contextmanager
-def counting_bar(is_first: bool, *more: ProgressColumn, auto_refresh: bool = True) -> Iterator[Progress]:
-    """Shows a bar on standard error that counts items, with `more` columns and the time left.
+def counting_bar(is_first: bool, *more: ProgressColumn, auto_refresh: bool = True) -> Progress:
+    """A bar on standard error that counts items, with `more` columns and the time left.
 
     Where standard error is no terminal, a line a minute says how many are done. In all processes but the first there is
     neither, and the bar's console is silent.
@@ -56,8 +55,7 @@ def counting_bar(is_first: bool, *more: ProgressColumn, auto_refresh: bool = Tru
         TimeRemainingColumn(),
     )  # fmt: skip
     hidden = not (is_first and console.is_terminal)
-    with _LoggedBar(*columns, console=console, transient=True, disable=hidden, auto_refresh=auto_refresh) as progress:
-        yield progress
+    return _LoggedBar(*columns, console=console, transient=True, disable=hidden, auto_refresh=auto_refresh)
 
 
 class _LoggedBar(Progress):
@@ -69,17 +67,17 @@ class _LoggedBar(Progress):
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         super().advance(task_id, advance)
-        self._print_line(task_id)
+        self._print_line()
 
     def update(self, task_id: TaskID, **values: Any) -> None:
         super().update(task_id, **values)
-        self._print_line(task_id)
+        self._print_line()
 
-    def _print_line(self, task_id: TaskID) -> None:
+    def _print_line(self) -> None:
         if not self.disable or self._since_line() < LINE_SECONDS:
             return
         self._since_line = stopwatch()
-        task = next(task for task in self.tasks if task.id == task_id)
+        (task,) = self.tasks
         done = f"{task.completed:,.0f} of {task.total:,.0f}" if task.total else f"{task.completed:,.0f}"
         notes = [task.description, task.fields.get("rate", "")]
         self.console.print(": ".join([done, ", ".join(filter(None, notes))]), soft_wrap=True)
@@ -223,6 +221,14 @@ def show_table(table: tuple[list[str], list[list[str]]], title: str | None = Non
     for part in _parts(columns, num_names, console.width if is_bounded else sys.maxsize):
         _print_part(part, title)
         title = None
+
+
+def show_facts(facts: Sequence[str | None], rows: Sequence[dict[str, Any]], dtype: str | None) -> None:
+    """Prints what the figures of a table depend on, and why texts may differ if some do."""
+    from dflash.evaluation import caveat
+
+    line = f"{', '.join(filter(None, facts))}. {caveat(rows, dtype)}"
+    Console(highlight=False).print(Text(line.rstrip(), "dim"))
 
 
 def _print_part(columns: "Sequence[_Column]", title: str | None) -> None:

@@ -15,8 +15,7 @@ from .loading import Pair, say_once
 TraceFile = Annotated[
     Path | None,
     result_option(
-        "--trace",
-        help="Add the texts and the places of rejected drafts to this .jsonl file, which dflash adapt reads.",
+        "Add the texts and the places of rejected drafts to this .jsonl file, which dflash adapt reads.", "--trace"
     ),
 ]
 # Decodes input_ids [1, S]; its second argument is called with each block. It returns a TimedRun.

@@ -12,32 +12,28 @@ import typer
 
 from dflash.training import TrainingSettings, read_yaml
 
-from .arguments import AcceptLicence, BeginAnew, Resume
+from .arguments import AcceptLicence, option, panel
 from .loading import checkpoint, hide_loading_bars, is_first_process, numbers
 
 
-@dataclass(frozen=True)
+@dataclass
 class Places:
     """What is read and written. The file of --config may name it too."""
 
-    target: Annotated[str | None, typer.Option(help="Required. The target: a local folder or an id on the Hub.")] = (
-        None
-    )
+    target: Annotated[str | None, option("Required. The target: a local folder or an id on the Hub.")] = None
     data: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Required. Chats, prompts and completions, or texts. May be repeated, with weights: a.jsonl:0.7."
-        ),
+        option("Required. Chats, prompts and completions, or texts. May be repeated, with weights: a.jsonl:0.7."),
     ] = None
-    output: Annotated[Path | None, typer.Option(help="Required. Folder of the checkpoint.")] = None
+    output: Annotated[Path | None, option("Required. Folder of the checkpoint.")] = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class StartOptions:
     """What becomes of a run in --output."""
 
-    resume: Resume = False
-    overwrite: BeginAnew = False
+    resume: Annotated[bool, option("Go on with the run in --output.", "--resume")] = False
+    overwrite: Annotated[bool, option("Begin anew in an --output that holds a run.", "--overwrite")] = False
 
 
 def settings_options(defaults: TrainingSettings | None = None, without: Collection[str] = ()) -> Any:
@@ -62,19 +58,15 @@ def _option(field: Any, hint: Any, default: Any) -> Any:
     kind = hint
     if hint == list[int] | None:
         kind = str
-    for option in (hint, *get_args(hint)):
-        if get_origin(option) is Literal:
+    for choices in (hint, *get_args(hint)):
+        if get_origin(choices) is Literal:
             kind = str
-            text += f" One of {', '.join(get_args(option))}."
+            text += f" One of {', '.join(get_args(choices))}."
     if default is not None:
         text, _, _ = text.partition(" Default: ")
         text += f" Default: {'no' if default is False else default}."
-    option = typer.Option(
-        help=text,
-        show_default=False,
-        rich_help_panel=field.metadata["topic"],
-    )
-    return Annotated[kind | None, option]
+    of_topic = panel(field.metadata["topic"])
+    return Annotated[kind | None, of_topic(text, show_default=False)]
 
 
 class TrainingRecipe(settings_options()):  # type: ignore[misc]  # mypy knows no class that is computed
@@ -84,9 +76,9 @@ class TrainingRecipe(settings_options()):  # type: ignore[misc]  # mypy knows no
 def train(
     *,
     places: Places,
-    config: Annotated[Path | None, typer.Option(help="YAML file of any of these options; flags win over it.")] = None,
+    config: Annotated[Path | None, option("YAML file of any of these options; flags win over it.")] = None,
     start: StartOptions,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run would take, and stop.")] = False,
+    dry_run: Annotated[bool, option("Say what the run would take, and stop.", "--dry-run")] = False,
     accept_licence: AcceptLicence = False,
     recipe: TrainingRecipe,
 ) -> None:

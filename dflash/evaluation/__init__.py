@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .results import place_of, read_result
     from .sandbox import Limits, run_program
     from .scoring import check_scorers, extract_code, is_right
-    from .tables import caveat, markdown, table_of, tables_of
+    from .tables import caveat, markdown, means_of_tasks, table_of, tables_of
     from .task_answers import TaskAnswer, answer_questions, chat_encoder, numbered, summarise_answers
     from .tasks import TASKS, Question, load_questions, questions_of_prompts
     from .text_difference import Difference, first_difference
@@ -49,7 +49,7 @@ __all__ = [
     "Server", "Setup", "TaskAnswer", "TimedRun", "allocated_memory", "answer_questions", "caveat",
     "chat_encoder", "check_eval_output", "check_head", "check_methods", "check_scorers", "compare", "decoding_methods",
     "drawings", "extract_code", "fill_pages", "first_difference", "host_syncs", "is_right", "load_questions",
-    "markdown", "names_of", "numbered", "pair_backend",
+    "markdown", "means_of_tasks", "names_of", "numbered", "pair_backend",
     "place_of", "questions_of", "questions_of_prompts", "read_result", "run_bench", "run_canary", "run_doctor", "run_eval",
     "run_program", "save_drawing", "save_plots",
     "server_backend", "step_split", "summarise", "summarise_answers", "table_of",

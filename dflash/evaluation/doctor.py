@@ -134,6 +134,10 @@ class Trial:
         return row
 
 
+# Shows a bar over the trials of a round.
+Progress = Callable[[list[Trial]], Iterable[Trial]]
+
+
 def run_doctor(
     target: PreTrainedModel,
     setup: Setup,
@@ -142,7 +146,7 @@ def run_doctor(
     max_new_tokens: int = 128,
     card: Card | None = None,
     decoding: dict[str, Any] | None = None,
-    progress: Callable[[list[Trial]], Iterable[Trial]] = iter,
+    progress: Progress = iter,
 ) -> dict[str, Any]:
     """Measures a pair as it is and with one change at a time, and says in order what to change and what that gains.
 
@@ -168,29 +172,14 @@ def run_doctor(
     """
     names = decoding or {}
     card = card or NO_CARD
+    possible = partial(changes, target=target, tokenizer=tokenizer, dialogues=dialogues)
     measure = partial(_measured, target, tokenizer, dialogues, max_new_tokens)
     first = measure({}, Trial("", "", "", setup))
-    rows = [first.row()]
-    kept = [first]  # the changes that are kept, each on top of those before it
-    while True:
-        best = kept[-1]
-        kinds = [trial.kind for trial in kept]
-        todo = [trial for trial in changes(best.setup, target, tokenizer, dialogues) if trial.kind not in kinds]
-        after = [trial.change for trial in kept[1:]]
-        num_steps = Counter(step.prompt for step in best.steps)
-        tried = [measure({} if trial.kind in OF_PROMPTS else num_steps, trial) for trial in progress(todo)]
-        rows += [trial.row(after) for trial in tried]
-        helping = [trial for trial in tried if trial.helps(best)]
-        if not helping:
-            break
-        kept.append(max(helping, key=lambda trial: trial.worth))
-    if first.error and best is first:
+    kept, rows = _search(first, possible, measure, progress)
+    if first.error and len(kept) == 1:
         raise ValueError(first.error)
-    advice = []
-    for before, trial in pairwise(kept):
-        gain = {"tau_before": rounded(before.worth), "tau": rounded(trial.tau)}
-        advice.append({"change": trial.change, "reason": trial.reason, **gain})
     taus = stated_taus(card.fields, card.text, card.facts)
+    of_names = _of_names(tokenizer, card, names.get("target"))
     return record(
         "doctor",
         environment(target, setup.drafter),
@@ -205,13 +194,41 @@ def run_doctor(
         },
         published=[{"measured_on": where, "tau": figure} for where, figure in taus],
         summary=rows,
-        advice=advice,
-        observations=[
-            *_of_target(target, card),
-            *_of_names(tokenizer, card, names.get("target")),
-            *_of_lengths(first, card),
-        ],
+        advice=_advice(kept),
+        observations=[*_of_target(target, card), *of_names, *_of_lengths(first, card)],
     )
+
+
+def _search(
+    first: Trial,
+    possible: Callable[[Setup], Iterable[Trial]],
+    measure: Callable[..., Trial],
+    progress: Progress,
+) -> tuple[list[Trial], list[dict[str, Any]]]:
+    """The trials that are kept, each on top of those before it, and a row for every trial."""
+    kept = [first]
+    rows = [first.row()]
+    while True:
+        best = kept[-1]
+        kinds = [trial.kind for trial in kept]
+        todo = [trial for trial in possible(best.setup) if trial.kind not in kinds]
+        after = [trial.change for trial in kept[1:]]
+        num_steps = Counter(step.prompt for step in best.steps)
+        tried = [measure({} if trial.kind in OF_PROMPTS else num_steps, trial) for trial in progress(todo)]
+        rows += [trial.row(after) for trial in tried]
+        helping = [trial for trial in tried if trial.helps(best)]
+        if not helping:
+            return kept, rows
+        kept.append(max(helping, key=lambda trial: trial.worth))
+
+
+def _advice(kept: Sequence[Trial]) -> list[dict[str, Any]]:
+    """The changes that are kept, with what each gains."""
+    advice = []
+    for before, trial in pairwise(kept):
+        gain = {"tau_before": rounded(before.worth), "tau": rounded(trial.tau)}
+        advice.append({"change": trial.change, "reason": trial.reason, **gain})
+    return advice
 
 
 def _measured(

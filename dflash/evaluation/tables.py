@@ -4,6 +4,7 @@ It knows nothing about files and pages.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from .methods import NATIVE, OURS, OURS_CHOOSING, OURS_LOOKING_UP, PLAIN, PROMPT_LOOKUP
@@ -172,6 +173,17 @@ def _before_and_after(domains: Sequence[Row]) -> list[Part]:
             positions.append(row)
             of_domain[f"tau {when}"] = f"{measured['tau']:.2f}"
     return [(taus, None), (positions, None)]
+
+
+def means_of_tasks(rows: Sequence[Row]) -> list[Row]:
+    """A row for each method besides plain decoding with the means of its tasks, if there are several."""
+    means = []
+    for method in dict.fromkeys(row["method"] for row in rows[1:]):
+        tasks = [row for row in rows if row["method"] == method and row["tau_micro"] is not None]
+        if len(tasks) > 1:
+            mean = {name: fmean(row[name] for row in tasks) for name in ("speedup", "tau_micro")}
+            means.append({"task": "mean", "method": method, **mean})
+    return means
 
 
 def caveat(rows: Sequence[Row], dtype: str | None = None) -> str:

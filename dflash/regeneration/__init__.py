@@ -2,7 +2,7 @@
 
 from .answer_file import check_answer_file
 from .run import RegenerationRecord, RegenerationRun, regenerate_data
-from .server_writer import ServerWriter
+from .server_writer import ServerWriter, read_configs
 from .settings import RegenerationSettings
 from .sources import answer_sources
 from .target_writer import Answer, Regenerated, Request, Sampling, TargetWriter, regenerate, row_seed
@@ -20,6 +20,7 @@ __all__ = [
     "TargetWriter",
     "answer_sources",
     "check_answer_file",
+    "read_configs",
     "regenerate",
     "regenerate_data",
     "row_seed",

@@ -60,7 +60,7 @@ class AnswerFile(JsonLines):
         self.manifest = manifest_path(path)
         self._settings = json.loads(json.dumps(settings))
 
-    def check_settings(self) -> None:
+    def _check_settings(self) -> None:
         """Raises ValueError, with their names, if the run to resume had other settings."""
         if not self.manifest.exists():
             return
@@ -87,7 +87,11 @@ class AnswerFile(JsonLines):
         self.write_manifest(facts | {"complete": False})
 
     def finished(self) -> set[int]:
-        """Numbers of the rows that are complete; a torn line does not count, nor does its row."""
+        """Numbers of the rows of the run to resume that are complete; a torn line does not count, nor does its row.
+
+        ValueError if that run had other settings.
+        """
+        self._check_settings()
         return set(self._lines())
 
     def finish(self, drop_cut: bool) -> dict[str, int]:

@@ -4,7 +4,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -14,8 +14,10 @@ from dflash.common.acceptance import tau
 from dflash.common.files import only_writer
 from dflash.common.fingerprints import fingerprint
 from dflash.common.messages import counted
+from dflash.common.processes import Processes
 from dflash.common.provenance import public_name, versions
 from dflash.common.runs import Run
+from dflash.training import Trace
 
 from .answer_file import AnswerFile, check_answer_file
 from .dialogues import Dialogue
@@ -74,6 +76,32 @@ class RegenerationRun(Run):
     target: str | None = None  # the target's name
     license: str | None = None  # the data's; by default what the source states
     provenance: Mapping[str, Any] = field(default_factory=dict)  # such as the command
+    trace: Path | None = None  # the file of a [`Trace`] to which a writer with a drafter adds its texts
+
+    def facts(
+        self, revision: str | None, settings: RegenerationSettings, name: str | None, card: Any, seen: SeenRows
+    ) -> dict[str, Any]:
+        """What the manifest says of the target and of the data, whose name and card these are."""
+        license = self.license or getattr(card, "license", None) or seen.license
+        return {
+            "target": public_name(self.target),  # without a path of this machine
+            "revision": revision,
+            "data": {"name": public_name(name), "split": settings.split, "rows": seen.count, "license": license},
+            "drop_cut": settings.drop_cut,
+            "versions": versions(),
+            **self.provenance,
+        }
+
+    def begin_trace(self, writer: Any, tokenizer: Any, resume: bool) -> None:
+        """Makes a [`TargetWriter`] add its texts and the places of rejected drafts to the trace, if there is one."""
+        if self.trace is not None:
+            rank = self.processes.rank
+            writer.trace = Trace(self.trace, writer.target, tokenizer, self.target, rank, begin=not resume)
+
+    def join_trace(self, writer: Any) -> None:
+        """Joins the parts of all processes. The first one calls it when all are done."""
+        if self.trace is not None:
+            writer.trace.join()
 
 
 def regenerate_data(
@@ -111,52 +139,47 @@ def regenerate_data(
     processes = run.processes
     path = Path(output)
     name = os.fspath(data) if isinstance(data, (str, os.PathLike)) else None
-    if name is not None and Path(name).exists() and Path(name).resolve() == path.resolve():
-        raise ValueError(f"The output {output} is the data itself: choose another output.")
-    with unwarned_of_length(tokenizer), ExitStack() as lock:
+    _check_output(path, name, resume, overwrite)
+    is_locked = run.is_locked or not processes.is_first
+    with unwarned_of_length(tokenizer), nullcontext() if is_locked else only_writer(path):
         source = opened(data, settings)
         seen = SeenRows()
         drawn = drawn_rows(source, seen, settings)
         asked, left_out = selected(drawn, name or "the data", tokenizer, settings, writer.positions)
-        card = getattr(source(), "info", None)
-        license = run.license or getattr(card, "license", None) or seen.license
-        facts = {
-            "target": public_name(run.target),  # without a path of this machine
-            "revision": writer.revision,
-            "data": {"name": public_name(name), "split": settings.split, "rows": seen.count, "license": license},
-            "drop_cut": settings.drop_cut,
-            "versions": versions(),
-            **run.provenance,
-        }
-        check_answer_file(path, resume, overwrite)
-        if processes.is_first and not run.is_locked:
-            lock.enter_context(only_writer(path))
-        needed = _depends_on(settings, writer, tokenizer, seen)
-        file = AnswerFile(path, needed, processes.rank)
-        if resume:
-            file.check_settings()
+        facts = run.facts(writer.revision, settings, name, getattr(source(), "info", None), seen)
+        file = AnswerFile(path, _depends_on(settings, writer, tokenizer, seen), processes.rank)
         finished = set() if overwrite else file.finished()
         left = [dialogue for dialogue in asked if dialogue.number not in finished]
-        record = RegenerationRecord()
-        record.left_out = dict(left_out)
-        record.was_finished = len(asked) - len(left)
-        processes.gather([None])  # no process writes before all have checked
-        if processes.is_first:
-            file.begin(overwrite, facts)
-        processes.gather([None])
-        file.mend()
-
+        record = RegenerationRecord(left_out=dict(left_out), was_finished=len(asked) - len(left))
+        _begin(file, processes, overwrite, facts)
+        run.begin_trace(writer, tokenizer, resume)
         # Rows of like length and number of turns share a batch, the longest first: memory runs out at once or never.
         left.sort(key=lambda row: (row.num_turns, row.num_prompt_tokens, row.number), reverse=True)
         share = deque(processes.share(left))
         del asked, left  # a row is kept until its answer is in the output
         run.on_begin(len(share), record)
-        answered = _answered(writer, share, settings)
-        counts = _append_all(file, answered, run.on_done)
+        counts = _append_all(file, _answered(writer, share, settings), run.on_done)
         _sum_up(record, processes.gather([counts]))
         if processes.is_first:
             _finish(file, record, facts, settings.drop_cut)
+            run.join_trace(writer)
     return record
+
+
+def _check_output(output: Path, name: str | None, resume: bool, overwrite: bool) -> None:
+    """Raises ValueError for an output that is the data, or as [`check_answer_file`]."""
+    if name is not None and Path(name).exists() and Path(name).resolve() == output.resolve():
+        raise ValueError(f"The output {output} is the data itself: choose another output.")
+    check_answer_file(output, resume, overwrite)
+
+
+def _begin(file: AnswerFile, processes: Processes, overwrite: bool, facts: dict[str, Any]) -> None:
+    """Begins the output or goes on with it, once no process may refuse any more."""
+    processes.gather([None])  # no process writes before all have checked
+    if processes.is_first:
+        file.begin(overwrite, facts)
+    processes.gather([None])
+    file.mend()
 
 
 def _sum_up(record: RegenerationRecord, counts: Sequence[Counter[str]]) -> None:

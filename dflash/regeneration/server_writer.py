@@ -6,12 +6,23 @@ from threading import Event
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from transformers import AutoConfig, GenerationConfig
+
 from dflash.common.fingerprints import config_fingerprint
 from dflash.common.openai_client import OpenAIClient, quote, with_retries
 from dflash.model.targets_dflash import max_positions
 from dflash.training import stop_ids
 
 from .target_writer import Answer, Request, Sampling
+
+
+def read_configs(target: str, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """The config and the generation config of a target, of a folder or Hub id, for a [`ServerWriter`]."""
+    config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
+    try:
+        return config, GenerationConfig.from_pretrained(target)
+    except OSError:  # what the config says of it then counts
+        return config, GenerationConfig.from_model_config(config)
 
 
 class ServerWriter:

@@ -7,9 +7,8 @@ from typing import Any
 
 from dflash.common.manifest import manifest_path
 from dflash.common.processes import Processes
-from dflash.training import Trace, read_rows
+from dflash.training import read_rows
 
-from .answer_file import check_answer_file
 from .run import RegenerationRun, regenerate_data
 from .settings import RegenerationSettings
 from .target_writer import TargetWriter
@@ -56,18 +55,15 @@ def answer_sources(
         answers = folder / f"{name}.jsonl"
         trace = folder / f"{name}.trace.jsonl"
         resume = manifest_path(answers).exists() and not overwrite
-        check_answer_file(answers, resume, overwrite)  # before a trace is begun anew
-        writer.trace = Trace(trace, writer.target, tokenizer, target_name, processes.rank, begin=not resume)
         rest = "what is left of " if resume else ""
         announce(f"The target answers {rest}{source}, and rejected drafts are recorded, in {trace}.")
         with watch() as bar:
             watched = {} if bar is None else {"on_begin": bar.begin, "on_done": bar.row}
-            run = RegenerationRun(processes=processes, target=target_name, **watched)
+            run = RegenerationRun(processes=processes, target=target_name, trace=trace, **watched)
             record = regenerate_data(
                 writer, tokenizer, source, answers, settings, resume=resume, overwrite=overwrite, run=run
             )
         if processes.is_first:
-            writer.trace.join()
             announce(record.summary(answers))
         processes.gather([None])
         places.append(str(trace))

@@ -6,6 +6,7 @@ Figures are kept as sum and count, so that they do not depend on how data was cu
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,29 +131,10 @@ def chunked_loss(
         teacher = None
     elif teacher is None:
         raise ValueError(f"loss={loss!r} reads the target's logits: pass teacher.")
-    with torch.enable_grad():
-        no_logits = head(hidden_states[:0].detach())
-    if no_logits.requires_grad:
-        raise ValueError(
-            "The head's weights require a gradient, which chunked_loss does not give: freeze the target "
-            "(target.requires_grad_(False))."
-        )
-
-    def compute(rows: slice, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The losses [m], logits [m, V] and labels [m] of some rows, where the head is."""
-        logits = _wide(head(states))
-        wanted = labels[rows].to(logits.device)
-        if teacher is None:
-            return functional.cross_entropy(logits, wanted, reduction="none"), logits, wanted
-        with torch.no_grad():
-            teacher_logits = _wide(teacher.logits(teacher.states[rows]))
-            log_p = teacher_logits.to(logits.device).log_softmax(-1)
-        log_q = logits.log_softmax(-1)
-        divergence = functional.kl_div(log_q, log_p, reduction="none", log_target=True)
-        return divergence.sum(-1), logits, wanted
-
+    vocab_size = _frozen_vocab_size(head, hidden_states)
     if chunk_rows is None:
-        chunk_rows = rows_of_chunk(no_logits.shape[-1])
+        chunk_rows = rows_of_chunk(vocab_size)
+    compute = partial(_losses_of_rows, head, labels, teacher)
     losses, log_probs, is_correct, *candidates = _ChunkedRows.apply(
         hidden_states, compute, chunk_rows, loss == "ce", num_candidates
     )
@@ -165,6 +147,34 @@ def chunked_loss(
         weights=weights,
         candidates=Candidates(*candidates) if num_candidates else None,
     )
+
+
+def _frozen_vocab_size(head: Head, hidden_states: Tensor) -> int:
+    """V of a head; ValueError if its weights are trainable."""
+    with torch.enable_grad():
+        no_logits = head(hidden_states[:0].detach())
+    if no_logits.requires_grad:
+        raise ValueError(
+            "The head's weights require a gradient, which chunked_loss does not give: freeze the target "
+            "(target.requires_grad_(False))."
+        )
+    return no_logits.shape[-1]
+
+
+def _losses_of_rows(
+    head: Head, labels: Tensor, teacher: Teacher | None, rows: slice, states: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses [m], logits [m, V] and labels [m] of some rows, where the head is."""
+    logits = _wide(head(states))
+    wanted = labels[rows].to(logits.device)
+    if teacher is None:
+        return functional.cross_entropy(logits, wanted, reduction="none"), logits, wanted
+    with torch.no_grad():
+        teacher_logits = _wide(teacher.logits(teacher.states[rows]))
+        log_p = teacher_logits.to(logits.device).log_softmax(-1)
+    log_q = logits.log_softmax(-1)
+    divergence = functional.kl_div(log_q, log_p, reduction="none", log_target=True)
+    return divergence.sum(-1), logits, wanted
 
 
 class _ChunkedRows(torch.autograd.Function):

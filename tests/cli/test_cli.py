@@ -708,7 +708,7 @@ def test_help_shows_whole_names_and_required_ones_first(
 ) -> None:
     function = next(commands[command] for commands in cli.PANELS.values() if command in commands)
     shown = help_of(command, width=width, monkeypatch=monkeypatch)
-    names = [f"--{name.replace('_', '-')}" for name in inspect.signature(function).parameters]
+    names = [f"--{name.replace('_', '-')}" for name in inspect.signature(cli.with_flags(function)).parameters]
     renamed = {"--as-json": "--json", "--only-print": "--print", "--checked": "--check"}
     named = {"--prompt", "--source", "--folder", "--repo-id", "--engine-args", "--drafter"}  # some are arguments
     assert all(renamed.get(name, name) in shown or name in named for name in names)
