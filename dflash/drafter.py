@@ -9,9 +9,11 @@ import dflash.engine as engine
 
 from .model.configuration_dflash import DFlashConfig
 from .model.modeling_dflash import DFlashDraftModel
+from .model.pair_dflash import KEYWORDS
 
 
 __all__ = ["DFlashConfig", "DFlashDraftModel"]
 
 DFlashConfig.reader = dialects
 DFlashDraftModel.engine = engine
+DFlashDraftModel.KEYWORDS = KEYWORDS  # type: ignore[attr-defined]  # pairs of earlier releases read it here

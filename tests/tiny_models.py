@@ -8,6 +8,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -374,3 +376,22 @@ def plain_loop(
             scores = target(text, use_cache=False).logits[:, -1].float()
             text = torch.cat([text, text.new_tensor([[pick(scores, text, index)]])], dim=1)
     return text
+
+
+def request_of(num_sequences: int = 1, **fields: Any) -> Any:
+    """What an acceptor reads of a request."""
+    do_sample = fields.pop("do_sample", False)
+    input_ids = torch.tensor([[1, 2]]).repeat(num_sequences, 1)
+    own: dict[str, Any] = {
+        "keeping": set(),
+        "uniforms_generator": torch.Generator().manual_seed(0),
+        "verification": "auto",
+    }
+    return SimpleNamespace(config=SimpleNamespace(do_sample=do_sample), input_ids=input_ids, **{**own, **fields})
+
+
+def save_target(folder: Path, **fields: Any) -> Path:
+    """A target's folder with its tokenizer."""
+    make_target(**fields).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder

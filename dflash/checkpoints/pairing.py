@@ -317,14 +317,14 @@ def _write_card(folder: Path, name: str, source: Path, **models: str) -> None:
 
 def _check_settings(settings: dict[str, Any], config: Mapping[str, Any], on_error: str) -> None:
     """Raises ValueError for what no request of this pair can have."""
-    from dflash.drafter import DFlashDraftModel
     from dflash.engine import check_keywords
     from dflash.model.configuration_dflash import check_values
+    from dflash.model.pair_dflash import KEYWORDS
     from dflash.model.requests_dflash import OTHER_NAMES, SETTINGS
 
     if on_error not in ("raise", "plain"):
         raise ValueError(f"on_error={on_error!r}: use raise or plain.")
-    known = sorted({*DFlashDraftModel.KEYWORDS, *OTHER_NAMES} - NO_SETTINGS)
+    known = sorted({*KEYWORDS, *OTHER_NAMES} - NO_SETTINGS)
     for name in settings:
         if name not in known:
             raise ValueError(f"{name!r} is no setting of a pair: use {', '.join(known)}.")

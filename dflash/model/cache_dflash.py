@@ -351,8 +351,7 @@ class PreallocatedCache(Cache):
         num_recorded = self._num_recorded or 0
         if self._running and max(counts) > num_recorded:
             raise ValueError(f"Cannot roll back {counts} positions: linear layers recorded {num_recorded}.")
-        has_all = len(counts) == len(lengths)
-        if not has_all or any(not 0 <= count <= length for count, length in zip(counts, lengths, strict=True)):
+        if any(not 0 <= count <= length for count, length in zip(counts, lengths, strict=True)):
             raise ValueError(f"Cannot roll back {counts} of {lengths} positions: give one count up to each of these.")
         self._set_lengths([length - count for length, count in zip(lengths, counts, strict=True)])
         self._num_recorded = None  # until all states are taken back

@@ -154,18 +154,17 @@ class DFlashConfig(Qwen3Config):
     """The configuration of a [`DFlashDraftModel`]: the dimensions of a Qwen3 decoder, the block, and the layers to read.
 
     Args:
-        block_size (`int`, defaults to 16): Positions of a block, anchor included (N).
-        mask_token_id (`int`): Id that fills the block after the anchor. It must not occur in text.
-        target_layer_ids (`list[int]`): Layers of the target that the drafter reads, 0-based and ascending: id i is
-            `hidden_states[i + 1]`. Default: `default_target_layer_ids(num_target_layers)`.
-        num_target_layers (`int`, *optional*): Number of the target's layers. The last one cannot be read.
-        is_causal (`bool`, *optional*): Causality inside the block. `None`: sliding layers are causal, full ones are not.
-        dflash_config (`dict[str, Any]`, *optional*): A nested copy of the above, as in published checkpoints.
-        rope_theta (`float`, *optional*): Base of the rotary embedding, as in transformers 4.
-        rope_scaling (`dict[str, Any]`, *optional*): Scaling of the rotary embedding, as in transformers 4.
-        rope_parameters (`dict[str, Any]`, *optional*): Both, as in transformers 5. They take precedence.
+        dflash_config (`dict[str, Any]`, *optional*): A nested copy of the fields below, as in published checkpoints.
         kwargs: Fields of `Qwen3Config` (`vocab_size` is the target's, or 0 if unknown), and:
 
+            - **block_size** (`int`, defaults to 16): Positions of a block, anchor included (N).
+            - **mask_token_id** (`int`): Id that fills the block after the anchor. It must not occur in text.
+            - **target_layer_ids** (`list[int]`): Layers of the target that the drafter reads, 0-based and ascending: id i is
+              `hidden_states[i + 1]`. Default: `default_target_layer_ids(num_target_layers)`.
+            - **num_target_layers** (`int`): Number of the target's layers. The last one cannot be read.
+            - **is_causal** (`bool`): Causality inside the block. `None`: sliding layers are causal, full ones are not.
+            - **rope_theta** (`float`), **rope_scaling** (`dict`): The rotary embedding, as in transformers 4.
+            - **rope_parameters** (`dict`): Both, as in transformers 5. They take precedence.
             - **sample_from_anchor** (`bool`, defaults to `False`): Each position, the anchor's too, proposes the next token.
               Otherwise each position after the anchor proposes its own token.
             - **draft_vocab_size** (`int`): Size of the drafter's own head, if it has one.
@@ -401,7 +400,8 @@ def _rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError("rope_parameters differ by layer type: write one rope_theta and rope_type for all.")
     theta = scaling.pop("rope_theta", fields.get("rope_theta"))
     theta = 10000.0 if theta is None else float(theta)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    older = scaling.pop("type", "default")  # the older name of `rope_type`
+    kind = scaling.setdefault("rope_type", older)
     is_plain = kind == "default"
     if not is_plain and kind not in ROPE_INIT_FUNCTIONS:
         known = ", ".join(sorted(ROPE_INIT_FUNCTIONS))
@@ -409,7 +409,7 @@ def _rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "rope_theta": theta,
         "rope_scaling": None if is_plain else scaling,
-        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": theta},
+        "rope_parameters": {**scaling, "rope_theta": theta},
     }
 
 

@@ -41,25 +41,6 @@ class DFlashDraftModel(PreTrainedModel):
         >>> text_ids = drafter.spec_generate(input_ids, target=target, max_new_tokens=256, temperature=0.0)
     """
 
-    # Keywords of `spec_generate`, in the loop's own spelling too, that plain `generate` does not know.
-    KEYWORDS: ClassVar[tuple[str, ...]] = (
-        "adaptive",
-        "as_blocks",
-        "block_size",
-        "compile",
-        "conversation",
-        "cuda_graph",
-        "draft_tree",
-        "draft_window",
-        "drafter",
-        "max_draft_tokens",
-        "ngram_size",
-        "num_looked_up",
-        "stop_token_ids",
-        "token_streamer",
-        "uniforms_generator",
-        "verification",
-    )
     # A request that only plain `generate` can serve exactly.
     InexactError: ClassVar[type[ValueError]] = InexactError
 

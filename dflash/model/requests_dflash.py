@@ -198,15 +198,11 @@ SETTINGS: Checks = {
 }
 
 
-def _asks_for_nothing(value: Any) -> bool:
-    return value in (False, 0, "auto")
-
-
-# In a checkpoint's own code.
+# In a checkpoint's own code, which these values ask for nothing.
 NO_ENGINE: Checks = dict.fromkeys(
     ENGINE_KEYWORDS,
     (
-        _asks_for_nothing,
+        (False, 0, "auto").__contains__,
         "a checkpoint's own code does not have it, "
         "install dflash-transformers and load the drafter by dflash.DFlashDraftModel, or leave it out",
     ),
@@ -396,7 +392,7 @@ def _check_prompts(request: Request) -> None:
     """Refuses ids outside the vocabulary, prompts without room for an answer, and masks that `generate` cannot mean."""
     ids = request.input_ids
     vocab_size = text_config(request.target).vocab_size
-    for token_id in (int(ids.min()), int(ids.max())):
+    for token_id in torch.stack(ids.aminmax()).tolist():
         if not 0 <= token_id < vocab_size:
             fault = f"Token id {token_id} is outside the target's vocabulary of {vocab_size}"
             raise ValueError(f"{fault}: use its tokenizer.")
@@ -408,10 +404,13 @@ def _check_prompts(request: Request) -> None:
     if mask is None:
         return
     is_other = (mask != 0) & (mask != 1)
-    if is_other.any():
+    ends_in_padding = mask[:, -1] == 0
+    faults = torch.stack([is_other.any(), ends_in_padding.any()])
+    holds_other, ends_so = faults.tolist()  # the host waits once
+    if holds_other:
         value = mask[is_other][0]
         raise InexactError(f"attention_mask holds {value}: use 1 for tokens and 0 for padding.")
-    if not mask[:, -1].all():
+    if ends_so:
         raise InexactError("The prompt ends in padding: pad on the left (tokenizer.padding_side = 'left').")
 
 

@@ -80,15 +80,11 @@ def _seeds(batch_size: int, generator: torch.Generator | Sequence[torch.Generato
     generators = generator if isinstance(generator, Sequence) else [generator] * batch_size
     if len(generators) != batch_size:
         raise ValueError(f"generator holds {len(generators)} for {batch_size} sequences: pass one for each, or one.")
-    seeds = []
+    seeds: list[int] = []
     for of_sequence in generators:
-        seed = torch.randint(
-            2**63 - 1,
-            (),
-            generator=of_sequence,
-            device="cpu" if of_sequence is None else of_sequence.device,
-        )
-        seeds.append(int(seed))
+        device = "cpu" if of_sequence is None else of_sequence.device
+        seed = torch.randint(2**63 - 1, (1,), generator=of_sequence, device=device)
+        seeds += seed.tolist()
     return seeds
 
 
