@@ -74,9 +74,15 @@ def speculators_drafter(folder: Path, algorithm: str, is_reduced: bool = False, 
     from speculators.models.dflash.core import DFlashDraftModel as First
     from speculators.models.dflash2.config import DFlash2SpeculatorConfig
     from speculators.models.dflash2.core import DFlash2DraftModel as Second
+    from speculators.models.dspark.config import DSparkSpeculatorConfig
+    from speculators.models.dspark.core import DSparkDraftModel as Spark
 
     said = torch.arange(3, VOCAB, 5)
-    classes = (DFlash2SpeculatorConfig, Second) if algorithm == "dflash2" else (DFlashSpeculatorConfig, First)
+    classes = {
+        "dflash": (DFlashSpeculatorConfig, First),
+        "dflash2": (DFlash2SpeculatorConfig, Second),
+        "dspark": (DSparkSpeculatorConfig, Spark),
+    }[algorithm]
     sliding = {"layer_types": MIXED, "sliding_window": WINDOW, "use_sliding_window": True}
     config = classes[0](
         transformer_layer_config=layer_config(**sliding), draft_vocab_size=len(said) if is_reduced else VOCAB,
@@ -96,18 +102,19 @@ def speculators_drafter(folder: Path, algorithm: str, is_reduced: bool = False, 
     with torch.no_grad():
         hidden = model._backbone_forward(states, input_ids, loss_mask, last, documents, max_anchors=1)[0]
     torch.save(model.embed_tokens.weight.detach()[[ANCHOR] + [MASK] * (B - 1)][None], folder / "block.tensor")
-    return hidden
+    return with_markov_logits(model, hidden, folder) if algorithm == "dspark" else hidden
 
 
-def specforge_drafter(folder: Path, layer_types: list[str]) -> torch.Tensor:
+def specforge_drafter(folder: Path, layer_types: list[str], **head: Any) -> torch.Tensor:
     """Saved and mirrored by SpecForge's own code; the block sees what its layers allow, as that package masks it."""
     from specforge.export.checkpoint_io import apply_legacy_rope_scaling
-    from specforge.modeling.draft.dflash import DFlashDraftModel as Theirs
+    from specforge.modeling.draft.dflash import DFlashDraftModel as First
+    from specforge.modeling.draft.dspark import DSparkDraftModel as Spark
 
     config = layer_config(layer_types=layer_types, sliding_window=WINDOW, use_sliding_window=True)
     config.update({"block_size": B, "num_target_layers": 6, "architectures": ["DFlashDraftModel"]})
-    config.dflash_config = {"mask_token_id": MASK, "target_layer_ids": TAPS}
-    model = randomise(Theirs(config))
+    config.dflash_config = {"mask_token_id": MASK, "target_layer_ids": TAPS, **head}
+    model = randomise((Spark if head else First)(config))
     model.save_pretrained(folder)
     apply_legacy_rope_scaling(str(folder))
     block = saved_block(folder)
@@ -115,12 +122,29 @@ def specforge_drafter(folder: Path, layer_types: list[str]) -> torch.Tensor:
     masks = {"full_attention": torch.cat([context, torch.ones(B, B, dtype=torch.bool)], dim=1)}
     masks["sliding_attention"] = torch.cat([context, torch.ones(B, B).tril().bool()], dim=1)
     with torch.no_grad():
-        return model(
+        hidden = model(
             position_ids=torch.arange(CONTEXT + B)[None],
             attention_mask={name: mask[None, None] for name, mask in masks.items()},
             noise_embedding=block,
             target_hidden=features()[:, :CONTEXT],
         )
+    return with_markov_logits(model, hidden, folder) if head else hidden
+
+
+def with_markov_logits(model: Any, hidden: torch.Tensor, folder: Path) -> torch.Tensor:
+    """`hidden` [1, B, D]; beside the drafter, what its own heads make of it after PREVIOUS: bias [B, V] and confidence [B]."""
+    previous = torch.tensor([PREVIOUS])
+    head = model.markov_head
+    with torch.no_grad():
+        if hasattr(head, "block_bias"):  # speculators
+            bias = head.block_bias(prev_token_ids=previous, hidden_states=hidden)
+            known = torch.cat([hidden, head.prev_embeddings(previous)], dim=-1)
+            confidence = model.confidence_head(known)
+        else:
+            bias = head.apply_block_logits(torch.zeros(1, B, VOCAB), token_ids=previous, hidden_states=hidden)
+            confidence = model.predict_confidence(hidden, prev_token_ids=previous)
+    torch.save({"bias": bias[0], "confidence": confidence[0]}, folder / "markov.tensor")
+    return hidden
 
 
 def assistant_drafter(folder: Path) -> torch.Tensor:
@@ -140,16 +164,37 @@ def assistant_drafter(folder: Path) -> torch.Tensor:
 
 
 DFLASH2 = {"conv_group_size": 4, "conv_kernel_size": 2, "selector_rank": 6, "selector_top_k": 4}
+PREVIOUS = [ANCHOR, 3, 8, 13, 18]  # before each position of the block
+DSPARK = {
+    "projector_type": "dspark", "markov_rank": 6, "markov_head_type": "gated", "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}  # fmt: skip
 NON_CAUSAL = {"sliding_window_non_causal": True, "sample_from_anchor": True}
 # By the name of the package and what is special.
 FIXTURES: dict[str, Callable[[Path], torch.Tensor]] = {
     "speculators, reduced vocabulary": partial(speculators_drafter, algorithm="dflash", is_reduced=True),
     "speculators, non-causal, anchor predicts": partial(speculators_drafter, algorithm="dflash", **NON_CAUSAL),
     "speculators, DFlash2": partial(speculators_drafter, algorithm="dflash2", **DFLASH2),
+    "speculators, DSpark": partial(
+        speculators_drafter, algorithm="dspark", is_reduced=True, markov_rank=6, sample_from_anchor=True
+    ),
+    "SpecForge, DSpark": partial(specforge_drafter, layer_types=["full_attention"] * 2, **DSPARK),
     "SpecForge, full": partial(specforge_drafter, layer_types=["full_attention"] * 2),
     "SpecForge, mixed windows": partial(specforge_drafter, layer_types=MIXED),
     "transformers, Muse assistant": assistant_drafter,
 }
+
+
+@torch.no_grad()
+def markov_logits(drafter: Any, states: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The bias [B, V] of each token that the drafter can say and the confidence [B], by this package's head, after PREVIOUS."""
+    head = drafter.causal_head(None)
+    own = torch.arange(VOCAB) if drafter.d2t is None else drafter.d2t + torch.arange(len(drafter.d2t))
+    previous = torch.tensor(PREVIOUS)
+    rows = head.rows(own.expand(B, -1), torch.arange(B))
+    state = head.read(head.inputs(previous), torch.zeros(B, head.state_size))
+    bias = head.scores(head.features(states[0]), torch.zeros(B, len(own)), rows, state)
+    return {"bias": bias, "confidence": head.confidences(states[0], previous)}
 
 
 def outcome(package: str, write: Callable[[Path], torch.Tensor], folder: Path) -> dict[str, Any]:
@@ -167,7 +212,14 @@ def outcome(package: str, write: Callable[[Path], torch.Tensor], folder: Path) -
         drafter, info = DFlashDraftModel.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
         with torch.no_grad():
             states = drafter(block, features()[:, :CONTEXT]).last_hidden_state
+        heads = {}
+        if (folder / "markov.tensor").exists():
+            of_theirs = torch.load(folder / "markov.tensor", weights_only=True)
+            heads = {
+                key: float((ours - of_theirs[key]).abs().max()) for key, ours in markov_logits(drafter, states).items()
+            }
         found[name] = {
+            **{f"largest_difference_of_{key}": difference for key, difference in heads.items()},
             "dialect": drafter.config.dialect,
             "missing_keys": sorted(info["missing_keys"]),
             "unexpected_keys": sorted(info["unexpected_keys"]),
@@ -176,7 +228,12 @@ def outcome(package: str, write: Callable[[Path], torch.Tensor], folder: Path) -
             "largest_difference": float((states - expected).abs().max()),
         }
     is_whole = not (found["read"]["missing_keys"] or found["read"]["unexpected_keys"])
-    is_near = all(found[name]["largest_difference"] <= TOLERANCE for name in ("read", "converted"))
+    is_near = all(
+        value <= TOLERANCE
+        for name in ("read", "converted")
+        for key, value in found[name].items()
+        if "difference" in key
+    )
     return {**found, "agrees": is_whole and is_near and found["read"]["target_layer_ids"] == TAPS}
 
 

@@ -104,10 +104,12 @@ HEADS = {
     "DSpark": {"markov_rank": 4, "markov_head_type": "gated", "enable_confidence_head": True},
 }
 
+DRAFTERS = {**HEADS, "JetSpec": {"is_causal": True}}
+
 
 def deciding_drafter(head: str, **overrides: Any) -> Any:
     """A drafter whose causal head decides: its weights are large."""
-    drafter = make_drafter(**HEADS[head], **overrides)
+    drafter = make_drafter(**DRAFTERS[head], **overrides)
     for name, weight in drafter.named_parameters():
         if name.startswith(("candidate_selector", "prefix_gru", "embed_proj", "markov_head")):
             torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(len(name)))
@@ -381,7 +383,7 @@ def test_eager_attention_gets_a_mask_it_adds() -> None:
 
 
 @pytest.mark.parametrize("asked", [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 20}])
-@pytest.mark.parametrize("head_name", HEADS)
+@pytest.mark.parametrize("head_name", DRAFTERS)
 @pytest.mark.parametrize("nodes", [3, 24, True])
 def test_a_causal_heads_tree_is_exact(asked: dict[str, Any], nodes: int | bool, head_name: str) -> None:
     target, prompt = make_target(num_hidden_layers=2), make_prompt(17, seed=3)

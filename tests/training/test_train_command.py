@@ -577,6 +577,25 @@ def test_a_warm_start_goes_on_from_the_weights_on_longer_text(run: Any, folder: 
     assert "has weights of its own shape: leave out num_hidden_layers" in err
 
 
+def test_jetspecs_recipe_trains_a_causal_drafter_on_the_targets_distribution(run: Any, tmp_path: Path) -> None:
+    """Promise: the recipe gives a drafter that is causal in its block and learned by forward KL; another recipe undoes both."""
+    status, _, err = run(
+        "--output", tmp_path / "drafter", *flags(**TINY | {"held_out": 0, "steps": 30}, recipe="jetspec")
+    )
+    assert status == 0, err
+    record = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    assert (record["settings"]["loss"], record["settings"]["is_causal"]) == ("forward_kl", True)
+    assert record["curve"][-1]["loss"] < record["curve"][0]["loss"]
+    drafter = DFlashDraftModel.from_pretrained(tmp_path / "drafter")
+    assert all(drafter.config.is_layer_causal(layer) for layer in range(drafter.config.num_hidden_layers))
+    short = TrainingSettings(recipe="jetspec").changed(recipe="short")
+    assert (short.loss, short.is_causal) == ("ce", None)
+    assert (
+        TrainingSettings(recipe="jetspec", loss="ce", is_causal=False).recipe_text()
+        == "jetspec with loss=ce, is_causal=False"
+    )
+
+
 @pytest.mark.parametrize("added", ["selector", "conv", "domino", "dspark"])
 def test_parts_are_added_to_a_trained_drafter_whose_weights_stay_if_asked(
     run: Any, folder: Path, tmp_path: Path, added: str
