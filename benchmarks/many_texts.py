@@ -115,7 +115,8 @@ def main() -> None:
         pairs = zip(texts[name], texts[args.ways[0]], strict=True)
         row = {
             "method": name,
-            "identical": sum(own == other for own, other in pairs) / len(prompts),
+            "prompts": len(prompts),
+            "identical": sum(own == other for own, other in pairs),
             "tokens_per_second": sum(lengths) / medians[name],
             "seconds": seconds[name],
             "cpu_seconds": cpu[name],

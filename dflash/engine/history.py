@@ -57,13 +57,18 @@ class History:
         self._texts[number] = text
         self.num_tokens += len(text)
         for end in range(self.ngram_size, len(text)):
-            self._ends[self._key(text, end)] = (number, end)
-        while self.num_tokens > self.most_tokens and self._texts:
-            oldest, dropped = self._texts.popitem(last=False)
-            self.num_tokens -= len(dropped)
-            for end in range(self.ngram_size, len(dropped)):
-                if self._ends.get(self._key(dropped, end)) == (oldest, end):
-                    del self._ends[self._key(dropped, end)]
+            key = self._key(text, end)
+            self._ends[key] = (number, end)
+        while self.num_tokens > self.most_tokens:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        number, text = self._texts.popitem(last=False)
+        self.num_tokens -= len(text)
+        for end in range(self.ngram_size, len(text)):
+            key = self._key(text, end)
+            if self._ends.get(key) == (number, end):  # no newer text has it
+                del self._ends[key]
 
     def _key(self, text: Sequence[int], end: int) -> tuple[int, ...]:
         return tuple(text[end - self.ngram_size : end])
@@ -102,23 +107,31 @@ class HistoryProposer:
     def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
         """At most `most` tokens after the anchors [B, 1] of the sequences. Among drawn proposals there are none of earlier texts."""
         most = min(most, self.num_proposals)
-        matches = {}
-        for place, sequence in enumerate(sequences):
-            match = self.history.after(self._recent(sequence), most)
-            if match:
-                matches[place] = match
+        matches = self._matches(sequences, most)
         proposals = Proposals(anchors[:, :0])
         if len(matches) < len(sequences):
             proposals = self.drafts.propose(sequences, anchors, most)
         if not matches or proposals.probabilities is not None:
             return proposals
         longest = max(map(len, matches.values()))
-        missing = max(longest - proposals.token_ids.shape[1], 0)
+        num_drafted = proposals.token_ids.shape[1]
+        missing = max(longest - num_drafted, 0)
         token_ids = functional.pad(proposals.token_ids, (0, missing))
         for place, match in matches.items():
-            token_ids[place, : len(match)] = to_device(torch.tensor(match), token_ids.device)
+            proposed = to_device(torch.tensor(match), token_ids.device)
+            token_ids[place, : len(match)] = proposed
         looked_up = tuple({*matches, *proposals.looked_up})
         return replace(proposals, token_ids=token_ids, looked_up=looked_up)
+
+    def _matches(self, sequences: list[TextSequence], most: int) -> dict[int, list[int]]:
+        """What followed in earlier texts, by place in the batch."""
+        matches = {}
+        for place, sequence in enumerate(sequences):
+            recent_ids = self._recent(sequence)
+            match = self.history.after(recent_ids, most)
+            if match:
+                matches[place] = match
+        return matches
 
     def _recent(self, sequence: TextSequence) -> list[int]:
         """The last tokens of a text."""

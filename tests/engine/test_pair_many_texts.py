@@ -89,6 +89,16 @@ def test_a_trainers_generate_batch_is_drafted(model: Any, prompts: list[list[int
 
 
 @needs_5
+def test_a_text_without_a_length_ends_at_its_stop_token(model: Any, prompts: list[list[int]], truths: Any) -> None:
+    """The call of lighteval with `continuous_batching=True`: the model's own config, which names no length."""
+    outputs = model.generate_batch(inputs=prompts[:1], generation_config=model.generation_config)
+    [output] = outputs.values()
+    assert output.generated_tokens[:16] == truths[0]
+    assert output.generated_tokens[-1] == SETTINGS["eos_token_id"]
+    assert len(output.generated_tokens) > 16
+
+
+@needs_5
 def test_a_servers_manager_streams_cancels_and_answers(
     model: Any, tokenizer: Any, prompts: list[list[int]], truths: list[list[int]]
 ) -> None:
