@@ -327,7 +327,7 @@ WAITS: dict[str, tuple[list[int], dict[str, Any], set[int]]] = {
     "ragged": ([17, -60, 31], {}, {1}),
     "window": ([17], {"draft_window": (4, 12)}, {1}),
     "tree": ([17], {"draft_tree": 6}, {2}),
-    "lookup": ([17], {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2}, {1, 2}),
+    "lookup": ([17], {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2}, {1}),
 }
 
 
