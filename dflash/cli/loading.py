@@ -61,11 +61,11 @@ def load_target(target: str, models: ModelOptions) -> Any:
     """The target of a folder or Hub id; ValueError that names it if it cannot be loaded."""
     from transformers import AutoModelForCausalLM
 
-    options = {"dtype": models.dtype, "trust_remote_code": models.trust_remote_code}
-    device = known_device(models.device)
+    own_code = models.trust_remote_code
+    place: dict[str, Any] = {"dtype": models.dtype, "device_map": known_device(models.device)}
     with named("--target", target):
-        refuse_own_generate(target, models.trust_remote_code)
-        return AutoModelForCausalLM.from_pretrained(target, device_map=device, **options).eval()
+        refuse_own_generate(target, own_code)
+        return AutoModelForCausalLM.from_pretrained(target, trust_remote_code=own_code, **place).eval()
 
 
 def _say_depth(config: Any) -> None:
