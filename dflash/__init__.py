@@ -13,7 +13,7 @@ from .common.version import __version__ as __version__
 if TYPE_CHECKING:
     from .drafter import DFlashConfig, DFlashDraftModel
     from .engine.history import History
-    from .engine.manager import BatchManager, BatchOutput, generate_batch
+    from .engine.manager import BatchManager, BatchOutput, draft_batches, generate_batch
     from .model.configuration_dflash import default_target_layer_ids
     from .model.decoding_dflash import Block, Conversation
     from .model.generation_dflash import DFlashOutput, custom_generate, generate_blocks, spec_generate
@@ -29,6 +29,7 @@ __all__ = [
     "History",
     "custom_generate",
     "default_target_layer_ids",
+    "draft_batches",
     "generate_batch",
     "generate_blocks",
     "spec_generate",

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import Full
 from typing import Any
 
@@ -654,6 +656,27 @@ def _as_prompt(input_ids: Any) -> list[int]:
         raise ValueError(f"A prompt is the number {input_ids}: pass a list of prompts, each a list of token ids.")
     prompt_ids: list[int] = ids.flatten().tolist()
     return prompt_ids
+
+
+def draft_batches(model: Any) -> Any:
+    """Has `generate_batch` and `init_continuous_batching` of a pair's model draft, and returns the model.
+
+    transformers binds a folder's `generate` when it loads it, and nothing else; so this takes a call. It changes this model alone.
+
+    Raises:
+        ValueError: for a model that was not loaded from a pair's folder with `trust_remote_code=True`.
+
+    Example:
+        >>> model = draft_batches(AutoModelForCausalLM.from_pretrained(pair, trust_remote_code=True))
+        >>> outputs = model.generate_batch(prompt_ids, generation_config=config)
+    """
+    function = getattr(model.generate, "func", None)
+    door: Any = sys.modules.get(getattr(function, "__module__", ""))
+    if not hasattr(door, "init_continuous_batching"):
+        name = type(model).__name__
+        raise ValueError(f"This {name} is no pair: load the folder of `dflash pair` with trust_remote_code=True.")
+    model.init_continuous_batching = partial(door.init_continuous_batching, model=model)
+    return model
 
 
 def init_for_pair(drafter: Any, target: Any, settings: dict[str, Any], *args: Any, **keywords: Any) -> Any:

@@ -8,12 +8,10 @@ is not older than the folder; its engine then makes the steps faster. Else the c
 """
 
 import importlib
-import inspect
 import json
 import re
 import threading
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,25 +76,8 @@ class Drafting:
         return Drafting, ()
 
 
-def __getattr__(name: str) -> Any:
-    """`generate`, which transformers takes from here for each model that it loads, and binds to it.
-
-    It binds nothing else. So `init_continuous_batching` is bound here, to the model in the frame of the load.
-    """
-    if name != "generate":
-        raise AttributeError(name)
-    frame: Any = inspect.currentframe()
-    while frame and frame.f_code.co_name != "load_custom_generate":
-        frame = frame.f_back
-    # A `generate` that is given this folder loads it, too, and its model stays as it is.
-    if frame and frame.f_back.f_code.co_name != "generate":
-        model = frame.f_locals["self"]
-        model.init_continuous_batching = partial(init_continuous_batching, model=model)
-    return drafted_generate
-
-
 def init_continuous_batching(*args: Any, model: Any, **kwargs: Any) -> Any:
-    """The model's own method, drafted where the package is installed. `generate_batch` takes its manager from here."""
+    """The model's own method, drafted where the package is installed, whose `draft_batches` binds it to a model."""
     drafting = _drafting_of(model)
     if hasattr(drafting.drafter, "init_for_pair"):
         return drafting.drafter.init_for_pair(model, drafting.settings, *args, **kwargs)
@@ -104,7 +85,7 @@ def init_continuous_batching(*args: Any, model: Any, **kwargs: Any) -> Any:
     return type(model).init_continuous_batching(model, *args, **kwargs)
 
 
-def drafted_generate(
+def generate(
     inputs: Any = None, generation_config: Any = None, *, model: Any, dflash: bool = True, **kwargs: Any
 ) -> Any:
     """The output of the model's own `generate`, in fewer forwards.
