@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -21,7 +22,7 @@ from processes import Forked
 from tiny_models import ScriptedDrafter, expected_lengths, greedy, make_drafter, make_target, make_tokenizer
 from transformers import DynamicCache
 
-from dflash.cli.loading import read_prompts
+from dflash.cli.loading import listed, read_prompts
 from dflash.common import processes
 from dflash.common.files import check_output
 from dflash.common.processes import Processes
@@ -45,6 +46,7 @@ from dflash.evaluation import (
 )
 from dflash.evaluation.backends import PlainDialogue, keeping_methods, pair_dialogues
 from dflash.evaluation.journal import Journal, key
+from dflash.evaluation.task_answers import _watched
 
 
 PLAN = EvalPlan("t", "d", ("gsm8k",))
@@ -387,6 +389,30 @@ def test_peak_memory_is_that_of_the_run() -> None:
     if os.path.exists("/proc/self/clear_refs"):
         memory.reset()
         assert memory.read() < large - 100e6
+
+
+def test_peak_memory_of_a_method_is_that_of_all_repeats() -> None:
+    """Promise: a later repeat that takes less does not hide the most."""
+    readings = iter([5, 3])
+    memory: Any = SimpleNamespace(reset=lambda: None, read=lambda: next(readings))
+    peaks: dict[str, int] = {}
+    watched = _watched({"plain": lambda ids: said([1])}, memory, peaks)
+    for _ in range(2):
+        watched["plain"](torch.tensor([[1]]))
+    assert peaks == {"plain": 5}
+
+
+def test_answers_at_the_end_of_a_chat_are_left_out(tmp_path: Path) -> None:
+    """Promise: all of them, because the models write the answer."""
+    asked = {"role": "user", "content": "why"}
+    answer = {"role": "assistant", "content": "so"}
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"messages": [asked, answer, answer]}))
+    assert read_prompts(tmp_path / "mine.jsonl") == [[asked]]
+
+
+def test_a_task_that_is_named_twice_is_asked_once() -> None:
+    """Promise: names are read in order, each once."""
+    assert listed("a, b,a", "--tasks") == ("a", "b")
 
 
 @pytest.fixture
