@@ -239,6 +239,6 @@ def test_the_config_may_hold_the_window_and_a_conversation_keeps_it(target: PreT
 def test_a_prompt_in_chunks_leaves_one_chunk_waiting(target: PreTrainedModel) -> None:
     """Promise: features of a long prompt are not held until the first draft."""
     conversation, drafter = Conversation(), make_drafter(**SMALL)
-    asked: dict[str, Any] = {"temperature": 0.0, "draft_window": (SINK, WINDOW), "prefill_chunk_size": 4}
-    next(iter(generate_blocks(drafter, target, make_prompt(30), conversation=conversation, **asked)))
+    asked: dict[str, Any] = {"max_new_tokens": NEW, "draft_window": (SINK, WINDOW), "prefill_chunk_size": 4}
+    next(generate_blocks(drafter, target, make_prompt(30), conversation=conversation, **asked))
     assert conversation.context.waiting.num_columns <= 4
