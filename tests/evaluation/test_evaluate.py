@@ -46,7 +46,6 @@ from dflash.evaluation import (
 )
 from dflash.evaluation.backends import PlainDialogue, keeping_methods, pair_dialogues
 from dflash.evaluation.journal import Journal, key
-from dflash.evaluation.task_answers import _watched
 
 
 PLAN = EvalPlan("t", "d", ("gsm8k",))
@@ -395,11 +394,12 @@ def test_peak_memory_of_a_method_is_that_of_all_repeats() -> None:
     """Promise: a later repeat that takes less does not hide the most."""
     readings = iter([5, 3])
     memory: Any = SimpleNamespace(reset=lambda: None, read=lambda: next(readings))
-    peaks: dict[str, int] = {}
-    watched = _watched({"plain": lambda ids: said([1])}, memory, peaks)
-    for _ in range(2):
-        watched["plain"](torch.tensor([[1]]))
-    assert peaks == {"plain": 5}
+    methods = {"plain": lambda ids: said([1])}
+    questions = [Question("mine", 0, ("say 1",))]
+    ((answer,),) = answer_questions(
+        questions, lambda: methods, lambda _: torch.ones(1, 3), Saying(), memory, repeats=2
+    )
+    assert answer.peak_memory_bytes == 5
 
 
 def test_answers_at_the_end_of_a_chat_are_left_out(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_request_is_sent_again_after_failures_that_may_pass_and_later_each_tim
     assert waits == sorted(set(waits))
 
 
-def test_a_stop_token_that_a_server_left_out_is_the_tokenizers() -> None:
+def test_a_stop_token_that_a_server_omits_is_the_tokenizers() -> None:
     """Promise: of several stop tokens the tokenizer's own ends the answer, not the smallest."""
     body = json.dumps({"choices": [{"text": "a", "finish_reason": "stop", "token_ids": [4]}]}).encode()
     with started(Canned(failed(200, body, Content_Length=str(len(body))))) as server:

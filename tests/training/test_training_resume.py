@@ -34,7 +34,6 @@ from dflash.training import (
     train,
     with_response,
 )
-from dflash.training.run import Goal
 from dflash.training.training_state import clear_leftovers, read_tensors, remove_state
 
 
@@ -496,12 +495,12 @@ def _run_that_waits(output: Path, pipe: Any) -> None:
 
 def test_patience_counts_from_the_best_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: a run goes on while it improves, and ends `patience` points after the best one."""
-    monkeypatch.setattr(Goal, "is_better", lambda self, point, record: point["step"] <= 2)
+    monkeypatch.setattr("dflash.training.run.Goal.is_better", lambda self, point, record: point["step"] <= 2)
     record = run(tmp_path / "drafter", replace(SETTINGS, eval_every=1, patience=3))
     assert [point["step"] for point in record.curve] == [1, 2, 3, 4, 5]
 
 
-def test_a_point_counts_the_blocks_of_all_steps_since_the_last(tmp_path: Path) -> None:
+def test_a_point_counts_the_blocks_of_all_steps_before(tmp_path: Path) -> None:
     """Promise: points that are further apart count what those between them counted, each block once."""
     short = replace(SETTINGS, steps=4)
     each = [point["blocks"] for point in run(tmp_path / "each", replace(short, eval_every=1)).curve]
