@@ -41,6 +41,7 @@ def folder_of(path: Path, card: str | None = None, **files: str) -> Path:
         ),
         ("license: [mit, apache-2.0]", {}, "mit, apache-2.0."),
         ("license: other", {}, "other."),
+        ("license: unknown", {"LICENSE": "MIT License"}, "MIT License (LICENSE)."),
         ("tags: [dflash]", {"LICENSE": "\n  # MIT License\n\nCopyright"}, "MIT License (LICENSE)."),
         (
             None,

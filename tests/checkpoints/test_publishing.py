@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from scripts import USERS, WITH_PACKAGE, environment, run_script
 from tiny_models import make_drafter, make_target
 
-from dflash.checkpoints import make_pair, plan_publication, save_checkpoint
+from dflash.checkpoints import make_pair, plan_publication, publish, save_checkpoint
 
 
 REPO = "me/tiny-DFlash"
@@ -180,6 +182,49 @@ def test_keys_within_files_are_refused(folder: Path, name: str, key: str, no_con
         file.write(f"\n# {key}\n")
     with pytest.raises(ValueError, match=f"{name} holds what looks like a secret key"):
         plan_publication(folder, REPO)
+
+
+def test_a_key_in_a_card_that_is_rewritten_is_refused(folder: Path, no_connection: None) -> None:
+    """Promise: files that are written anew are searched as well."""
+    (folder / "README.md").write_text(f'AutoModel.from_pretrained("{folder.name}")\n# hf_{"a1" * 17}\n')
+    with pytest.raises(ValueError, match=r"README\.md holds what looks like a secret key"):
+        plan_publication(folder, REPO)
+
+
+def test_every_secret_pattern_is_refused_and_in_no_pair(folder: Path, tmp_path: Path, no_connection: None) -> None:
+    """Promise: none of these names is published, and no pair copies one from its target."""
+    names = [
+        ".env", ".env.local", ".netrc", "_netrc", ".git-credentials", ".npmrc", ".pypirc", "a.pem", "a.key", "a.p12", "a.pfx",
+        "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "token", "token.txt", "a.token", "credentials.json", "secrets.json"
+    ]  # fmt: skip
+    target = save_checkpoint(make_target(), tmp_path / "target")
+    for name in names:
+        (target / name).touch()
+        (folder / name).touch()
+        with pytest.raises(ValueError, match=f"^{re.escape(name)} looks secret"):
+            plan_publication(folder, REPO)
+        (folder / name).unlink()
+    pair = make_pair(target, folder, tmp_path / "pair")
+    assert not {path.name for path in pair.rglob("*")} & set(names)
+
+
+def test_a_commit_names_its_parent_and_leaves_visibility_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: what somebody else commits meanwhile is not overwritten; an organisation's own default decides visibility."""
+    calls: dict[str, dict[str, Any]] = {}
+
+    def answer(name: str) -> Any:
+        def call(self: Any, *args: Any, **keywords: Any) -> Any:
+            calls[name] = keywords
+            return SimpleNamespace(sha="before", siblings=[], private=False, oid="after")
+
+        return call
+
+    for name in ("create_repo", "model_info", "create_commit"):
+        monkeypatch.setattr(f"huggingface_hub.HfApi.{name}", answer(name))
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "loopback-me")
+    assert publish(plan_publication(folder, REPO), private=False).is_new
+    assert calls["create_commit"]["parent_commit"] == "before"
+    assert calls["create_repo"]["private"] is None
 
 
 def test_what_does_not_load_is_refused(folder: Path, run: Any, no_connection: None) -> None:

@@ -154,6 +154,14 @@ def test_generate_samples_the_same_text_for_the_same_seed(run: Any, pair: list[s
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_a_top_k_of_zero_is_no_default(run: Any, pair: list[str]) -> None:
+    """Promise: `--top-k 0` reads the whole vocabulary, whatever the default is."""
+    words = ["abc", "--json", "--temperature", "2", "--max-new-tokens", "8"]
+    status, out, err = run("generate", *pair, *words, "--top-k", "0")
+    assert status == 0, err
+    assert json.loads(out)["top_k"] == 0
+
+
 def test_thinking_flag_reaches_the_template(run: Any, pair: list[str]) -> None:
     on, off = (
         run("generate", *pair, "abc", "--json", "--max-new-tokens", "8", flag)[1]

@@ -232,3 +232,23 @@ def test_a_resumed_trace_of_another_target_is_refused_in_python_too(tmp_path: Pa
         Trace(path, make_target(num_hidden_layers=1, seed=1), tokenizer)
     Trace(path, make_target(num_hidden_layers=1, seed=1), tokenizer, begin=True).append([3], [4], [])
     assert [row["prompt_ids"] for row in rows(path)] == [[3]]
+
+
+def test_a_resumed_command_keeps_what_its_trace_holds(dflash_command: Any, folder: Path, tmp_path: Path) -> None:
+    """Promise: `regenerate --resume --trace` adds to the trace, and never begins it anew."""
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
+    words = ["regenerate", "--target", folder / "target", "--drafter", folder / "drafter", "--max-new-tokens", 8]
+    words += [
+        "--data",
+        tmp_path / "asked.jsonl",
+        "--output",
+        tmp_path / "answers.jsonl",
+        "--trace",
+        tmp_path / "t.jsonl",
+    ]
+    status, _, err = dflash_command(*words)
+    assert status == 0, err
+    before = rows(tmp_path / "t.jsonl")
+    status, _, err = dflash_command(*words, "--resume")
+    assert status == 0, err
+    assert rows(tmp_path / "t.jsonl") == before != []

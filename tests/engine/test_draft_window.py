@@ -21,7 +21,7 @@ from tiny_models import (
 )
 from transformers import PreTrainedModel
 
-from dflash import Conversation, spec_generate
+from dflash import Conversation, generate_blocks, spec_generate
 from dflash.engine.windows import WindowedCache
 
 
@@ -235,3 +235,11 @@ def test_the_config_may_hold_the_window_and_a_conversation_keeps_it(target: PreT
     for more in ({}, {"draft_window": (4, 90)}):
         spec_generate(drafter, target, make_prompt(30), **{**asked, **more})
         assert conversation.context.cache.lengths[0] < 30
+
+
+def test_a_prompt_in_chunks_leaves_one_chunk_waiting(target: PreTrainedModel) -> None:
+    """Promise: features of a long prompt are not held until the first draft."""
+    conversation, drafter = Conversation(), make_drafter(**SMALL)
+    asked: dict[str, Any] = {"max_new_tokens": NEW, "draft_window": (SINK, WINDOW), "prefill_chunk_size": 4}
+    next(generate_blocks(drafter, target, make_prompt(30), conversation=conversation, **asked))
+    assert conversation.context.waiting.num_columns <= 4

@@ -283,3 +283,9 @@ def test_settings_that_say_nothing_are_refused(options: dict[str, int], message:
     """Promise: named with the value, before any compute."""
     with pytest.raises(ValueError, match=message):
         spec_generate(make_drafter(), make_target(), make_prompt(), max_new_tokens=2, temperature=0.0, **options)
+
+
+def test_the_newest_of_many_occurrences_is_continued() -> None:
+    """Promise: where more occurrences exist than are compared, the old ones are left out."""
+    early, late = [1, 2, 7], [1, 2, 8]
+    assert lookup_of(early * 40 + [9, *late, 9, 1, 2], 1, 2).match() == Match(0, [8])

@@ -208,6 +208,16 @@ def test_a_row_says_both_spreads_and_what_was_compiled():
     assert "profiled_ms_draft" not in ours
 
 
+def test_spread_of_speedups_leaves_out_a_tenth_at_each_end():
+    """Promise: of 20 prompts the third slowest and the third fastest are said, as p10 and p90."""
+    rows = []
+    for prompt in range(20):
+        rows.append(Measurement("t", prompt, PLAIN, 5, 5, [], True, [prompt + 1.0], [0.5]))
+        rows.append(Measurement("t", prompt, OURS, 5, 3, [2, 3], True, [1.0], [0.5]))
+    ours = summarise(rows)[1]
+    assert (ours["speedup_p10"], ours["speedup_p90"]) == (3.0, 18.0)
+
+
 def test_tau_leaves_out_steps_with_looked_up_tokens():
     """Promise: with lookups tau is still the drafter's, and tokens per step count all steps."""
     rows = [

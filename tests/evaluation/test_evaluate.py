@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -21,7 +22,7 @@ from processes import Forked
 from tiny_models import ScriptedDrafter, expected_lengths, greedy, make_drafter, make_target, make_tokenizer
 from transformers import DynamicCache
 
-from dflash.cli.loading import read_prompts
+from dflash.cli.loading import listed, read_prompts
 from dflash.common import processes
 from dflash.common.files import check_output
 from dflash.common.processes import Processes
@@ -387,6 +388,31 @@ def test_peak_memory_is_that_of_the_run() -> None:
     if os.path.exists("/proc/self/clear_refs"):
         memory.reset()
         assert memory.read() < large - 100e6
+
+
+def test_peak_memory_of_a_method_is_that_of_all_repeats() -> None:
+    """Promise: a later repeat that takes less does not hide the most."""
+    readings = iter([5, 3])
+    memory: Any = SimpleNamespace(reset=lambda: None, read=lambda: next(readings))
+    methods = {"plain": lambda ids: said([1])}
+    questions = [Question("mine", 0, ("say 1",))]
+    ((answer,),) = answer_questions(
+        questions, lambda: methods, lambda _: torch.ones(1, 3), Saying(), memory, repeats=2
+    )
+    assert answer.peak_memory_bytes == 5
+
+
+def test_answers_at_the_end_of_a_chat_are_left_out(tmp_path: Path) -> None:
+    """Promise: all of them, because the models write the answer."""
+    asked = {"role": "user", "content": "why"}
+    answer = {"role": "assistant", "content": "so"}
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"messages": [asked, answer, answer]}))
+    assert read_prompts(tmp_path / "mine.jsonl") == [[asked]]
+
+
+def test_a_task_that_is_named_twice_is_asked_once() -> None:
+    """Promise: names are read in order, each once."""
+    assert listed("a, b,a", "--tasks") == ("a", "b")
 
 
 @pytest.fixture

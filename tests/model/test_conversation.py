@@ -182,6 +182,8 @@ def test_a_conversation_of_other_models_is_refused() -> None:
     spec_generate(drafter, target, prompt, max_new_tokens=3, temperature=0.0, conversation=conversation)
     with pytest.raises(ValueError, match="begun with another Qwen3ForCausalLM"):
         spec_generate(drafter, make_target("llama"), prompt, max_new_tokens=3, conversation=conversation)
+    with pytest.raises(ValueError, match="or another drafter"):
+        spec_generate(make_drafter(), target, prompt, max_new_tokens=3, conversation=conversation)
     with pytest.raises(ValueError, match="one prompt at a time, not 2"):
         spec_generate(drafter, target, prompt.repeat(2, 1), max_new_tokens=3, conversation=Conversation())
 
@@ -198,3 +200,16 @@ def test_a_conversation_begun_in_inference_mode_goes_on_outside() -> None:
     again = spec_generate(drafter, target, longer, conversation=conversation, **asked)
     assert conversation.num_reused == first.shape[1] - 1
     assert torch.equal(again, greedy(target, longer, max_new_tokens=8))
+
+
+def test_a_conversation_read_in_chunks_holds_its_text() -> None:
+    """Promise: `prefill_chunk_size` changes neither the text that the caches hold nor how much of it is reused."""
+    target = make_target()
+    first, second, truth = turns(target)
+    conversation, drafter = Conversation(), make_drafter()
+    asked: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 0.0, "prefill_chunk_size": 4}
+    text = spec_generate(drafter, target, first, conversation=conversation, **asked)
+    assert conversation.token_ids == text[0, :-1].tolist()
+    assert torch.equal(spec_generate(drafter, target, second, conversation=conversation, **asked), truth)
+    assert conversation.num_reused == 9 + NEW - 1
+    assert conversation.token_ids == truth[0, :-1].tolist()

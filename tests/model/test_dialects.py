@@ -35,7 +35,15 @@ from dflash.checkpoints import (
     export_checkpoint,
 )
 from dflash.cli import app as cli
-from dflash.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, dialect_of, portable_fields
+from dflash.dialects import (
+    ASSISTANT,
+    DEEPSPEC,
+    SPECULATORS,
+    ZLAB,
+    _read_speculators,
+    dialect_of,
+    portable_fields,
+)
 
 
 D, VOCAB, B, CONTEXT = 16, 40, 5, 9
@@ -1270,3 +1278,18 @@ def test_a_mask_row_in_a_file_of_its_own_is_refused(tmp_path: Path) -> None:
     torch.save({"embedding": torch.zeros(D)}, folder / "mask_embedding.pt")
     with pytest.raises(ValueError, match=r"mask_embedding\.pt"):
         DFlashDraftModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "block_size", "mask_token_id", "draft_vocab_size", "target_hidden_size", "sample_from_anchor", "conv_kernel_size",
+        "conv_group_size", "selector_rank", "selector_top_k", "projector_type", "gru_hidden_dim", "emb_dim",
+        "pure_draft_prefix_len", "shift_label", "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
+        "dtype", "torch_dtype", "quantization_config",
+    ],
+)  # fmt: skip
+def test_fields_beside_a_speculators_layer_are_read(name: str) -> None:
+    """Promise: each means beside `transformer_layer_config` what it means in a flat config."""
+    fields = speculators_config({}, **{name: "marked"})
+    assert _read_speculators(fields)[name] == "marked"

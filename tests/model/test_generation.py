@@ -379,6 +379,15 @@ def test_statistics_follow_the_script(
     assert output.tokens_per_step == pytest.approx(4 / 2)
 
 
+def test_tokens_per_step_of_a_batch_leave_out_every_prefill(tiny_target: PreTrainedModel) -> None:
+    """Promise: the mean is over the verify steps of all rows."""
+    prompts = [make_prompt(9, seed=1), make_prompt(9, seed=2)]
+    truths = [greedy(tiny_target, prompt, max_new_tokens=9) for prompt in prompts]
+    output = run(ScriptedDrafter(tiny_target, truths, [1]), tiny_target, torch.cat(prompts), max_new_tokens=9)
+    assert output.acceptance_lengths == [[2] * 4] * 2
+    assert output.tokens_per_step == 2.0
+
+
 def test_statistics_without_a_verify_step_are_nan(
     tiny_target: PreTrainedModel, tiny_drafter: Any, prompt_ids: torch.Tensor
 ) -> None:

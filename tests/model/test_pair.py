@@ -190,6 +190,16 @@ def test_sampling_is_asked_for_as_in_generate(model: Any, one: torch.Tensor, tru
     assert not torch.equal(texts[0][:, : truth.shape[1]], truth)
 
 
+def test_a_requests_generation_config_comes_before_the_models(
+    model: Any, one: torch.Tensor, truth: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: what the request's config says of outputs and sampling holds, whatever the model's own says."""
+    for name, own in (("return_dict_in_generate", True), ("do_sample", True)):
+        monkeypatch.setattr(model.generation_config, name, own)
+    asked = GenerationConfig(max_new_tokens=16, do_sample=False, return_dict_in_generate=False)
+    assert torch.equal(model.generate(one, asked, temperature=4.0), truth)
+
+
 def test_a_servers_stop_strings_are_drafted(model: Any, target: Any, one: torch.Tensor, tokenizer: Any) -> None:
     """Promise: in a generation config beside a tokenizer, as `transformers serve` gives them."""
     config = GenerationConfig(max_new_tokens=16, do_sample=False, stop_strings=["="])

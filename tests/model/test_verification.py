@@ -239,3 +239,24 @@ def test_uniforms_of_a_step_are_used_for_nothing_else() -> None:
     again = PositionUniforms(3, seeded(8))
     assert torch.equal(again.fresh(sequences[2:], 20, device)[0], first[2])
     assert torch.equal(again.fresh(sequences[2:], 20, device)[0], second[1])
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_tokens_that_tie_with_the_kth_are_drawn_too(k: int) -> None:
+    """Promise: top-k keeps all ties, also where k is a power of two and the ties reach beyond k tokens."""
+    processors = warpers(k=k)
+    sampler = Sampler.of(processors, torch.device("cpu"))
+    assert sampler is not None
+    logits = torch.zeros(1, 400, 5)
+    uniforms = torch.rand(1, 400, dtype=torch.float64, generator=seeded(2))
+    assert set(sampler(logits, uniforms)[0].tolist()) == set(range(5))
+
+
+def test_a_token_beyond_exactly_top_p_is_never_drawn() -> None:
+    """Promise: of two equal tokens one has probability 0.5 already, so top_p=0.5 leaves one, as transformers does."""
+    processors = warpers(k=2, p=0.5)
+    sampler = Sampler.of(processors, torch.device("cpu"))
+    assert sampler is not None
+    uniforms = torch.rand(1, 40, dtype=torch.float64, generator=seeded(2))
+    assert len(sampler(torch.zeros(1, 40, 2), uniforms).unique()) == 1
+    assert processors(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 2)).isfinite().sum() == 1

@@ -87,6 +87,18 @@ def test_a_request_is_sent_again_after_failures_that_may_pass_and_later_each_tim
     assert waits == sorted(set(waits))
 
 
+def test_a_stop_token_that_a_server_omits_is_the_tokenizers() -> None:
+    """Promise: of several stop tokens the tokenizer's own ends the answer, not the smallest."""
+    body = json.dumps({"choices": [{"text": "a", "finish_reason": "stop", "token_ids": [4]}]}).encode()
+    with started(Canned(failed(200, body, Content_Length=str(len(body))))) as server:
+        client = OpenAIClient(server.url, timeout=3600.0)
+        config, generation_config = Qwen3Config(max_position_embeddings=96), GenerationConfig(eos_token_id=[1, 2])
+        write = ServerWriter(client, None, make_tokenizer(), config, generation_config)
+        assert make_tokenizer().eos_token_id == 2
+        [answer] = write([REQUEST], GREEDY)
+    assert answer.token_ids == [4, 2]
+
+
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 def test_a_status_that_may_pass_is_asked_again(status: int) -> None:
     with started(Canned(failed(status))) as server:

@@ -272,6 +272,22 @@ def test_answers_that_were_not_begun_go_on_and_the_seed_draws_the_rows(run: Any,
     assert (answers / "asked.trace.jsonl").read_text() == before
 
 
+def test_overwrite_answers_anew(run: Any, folder: Path, tmp_path: Path) -> None:
+    """Promise: `--overwrite` begins with the answers, so that a wrong one does not stay."""
+    words = ["--max-new-tokens", 8, "--steps", 1, "--lora-rank", 4, "--samples", 12]
+    answers = tmp_path / "drafter.answers" / "asked.trace.jsonl"
+    written = []
+    for more in ([], ["--overwrite"]):
+        status, _, err = run(tmp_path / "drafter", folder / "asked.jsonl", *words, *more)
+        assert status == 0, err
+        written.append(answers.read_text())
+        first, *others = written[-1].splitlines()
+        changed = json.loads(first)
+        changed["response_ids"][0] += 1
+        answers.write_text("\n".join([json.dumps(changed), *others]) + "\n")
+    assert written[0] == written[1]
+
+
 def test_a_drafter_that_only_gets_worse_is_given_back_as_it_was(
     run: Any, folder: Path, answers: Path, tmp_path: Path
 ) -> None:

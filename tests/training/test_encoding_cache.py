@@ -432,6 +432,13 @@ def test_an_error_while_reading_is_raised_as_it_is(
     assert not any("cannot be kept" in sentence for sentence in said)
 
 
+def test_texts_that_are_too_long_are_dropped_and_not_cut(target: Path, tmp_path: Path) -> None:
+    """Promise: with drop_long no longer text is trained on, not even its beginning."""
+    file = lines(tmp_path / "rows.jsonl", [*ids(6, 20, 9), *ids(4, 50, 20)])
+    settings = TrainingSettings(**TINY | {"held_out": 0}, max_length=14, drop_long=True)
+    assert [len(example) for example in prepare(target, file, settings).examples] == [14] * 6
+
+
 def test_a_number_of_rows_does_not_bound_what_is_measured_on(target: Path, tmp_path: Path) -> None:
     """Promise: prompts are drawn from all of --eval-data, and nothing is said of its number of rows."""
     for name, count in (("train", 12), ("eval", 8)):

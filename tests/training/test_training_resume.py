@@ -334,7 +334,13 @@ def test_resuming_with_other_settings_or_data_names_what_differs(tmp_path: Path)
     with pytest.raises(ValueError, match=r"drafter: \"[0-9a-f]{16}\", now \"[0-9a-f]{16}\"\)"):
         run(output, block_size=5, resume=True)
     state = state_folder(output) / "state.json"
-    state.write_text(state.read_text().replace('"processes": 1', '"processes": 3'))
+    whole = state.read_text()
+    facts = json.loads(whole)
+    del facts["settings"]["seed"]  # as an older version writes it, which did not know this setting: it had the default
+    state.write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match="seed: 0, now 4"):
+        run(output, replace(SETTINGS, seed=4), resume=True)
+    state.write_text(whole.replace('"processes": 1', '"processes": 3'))
     said: list[str] = []
     free = replace(SETTINGS, save_every=50, license="mit")  # these change nothing learned
     record = run(output, free, resume=True, announce=said.append)
@@ -485,3 +491,18 @@ def _run_that_waits(output: Path, pipe: Any) -> None:
             pipe.recv()
 
     run(output, on_point=wait)
+
+
+def test_patience_counts_from_the_best_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: a run goes on while it improves, and ends `patience` points after the best one."""
+    monkeypatch.setattr("dflash.training.run.Goal.is_better", lambda self, point, record: point["step"] <= 2)
+    record = run(tmp_path / "drafter", replace(SETTINGS, eval_every=1, patience=3))
+    assert [point["step"] for point in record.curve] == [1, 2, 3, 4, 5]
+
+
+def test_a_point_counts_the_blocks_of_all_steps_before(tmp_path: Path) -> None:
+    """Promise: points that are further apart count what those between them counted, each block once."""
+    short = replace(SETTINGS, steps=4)
+    each = [point["blocks"] for point in run(tmp_path / "each", replace(short, eval_every=1)).curve]
+    pairs = [point["blocks"] for point in run(tmp_path / "pairs", replace(short, eval_every=2)).curve]
+    assert pairs == [each[0] + each[1], each[2] + each[3]]
