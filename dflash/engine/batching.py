@@ -378,7 +378,7 @@ class Batch(Member):
             proposer.forget(number)
             proposer = proposer.drafts
         if isinstance(proposer, LookupProposer):
-            proposer._lookups.pop(number, None)
+            proposer.forget(number)
 
     def clear(self) -> None:
         """Drops all rows and their caches."""

@@ -153,3 +153,7 @@ class LookupProposer:
             block = blocks[place]
             self._lookups[block.sequence].record(block.num_accepted)
         self.drafts.record(proposals, blocks)
+
+    def forget(self, sequence: int) -> None:
+        """Drops what was found in the text of a sequence that has left, by its index."""
+        self._lookups.pop(sequence, None)

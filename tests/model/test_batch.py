@@ -200,7 +200,7 @@ def test_the_mask_id_is_in_no_prompt() -> None:
 def test_joined_context_begins_with_each_sequences_own_columns() -> None:
     """Promise: padding between two parts of a text is moved behind it."""
     first, second = torch.tensor([[1, 2, 3], [4, 0, 0]]), torch.tensor([[5, 0], [6, 7]])
-    joined = Context(first[..., None], [3, 1]).joined(Context(second[..., None], [1, 2]))
+    joined = Context.joined([Context(first[..., None], [3, 1]), Context(second[..., None], [1, 2])])
     assert joined.num_real == [4, 3]
     for features, expected in zip(joined.features, ([1, 2, 3, 5], [4, 6, 7]), strict=True):
         assert features[: len(expected), 0].tolist() == expected
