@@ -13,7 +13,9 @@ from .common.version import __version__ as __version__
 if TYPE_CHECKING:
     from .drafter import DFlashConfig, DFlashDraftModel
     from .engine.history import History
-    from .engine.manager import BatchManager, BatchOutput, draft_batches, generate_batch
+    from .engine.manager import BatchManager
+    from .engine.many_texts import draft_batches, generate_batch
+    from .engine.tickets import BatchOutput
     from .model.configuration_dflash import default_target_layer_ids
     from .model.decoding_dflash import Block, Conversation
     from .model.generation_dflash import DFlashOutput, custom_generate, generate_blocks, spec_generate

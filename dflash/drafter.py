@@ -7,7 +7,7 @@ code have neither: they read the form that they were saved in, and run the plain
 import dflash.dialects as dialects
 import dflash.engine as engine
 
-from .engine.manager import generate_batch, init_continuous_batching, init_for_pair
+from .engine.many_texts import generate_batch, init_continuous_batching, init_for_pair
 from .model.configuration_dflash import DFlashConfig
 from .model.modeling_dflash import DFlashDraftModel
 from .model.pair_dflash import KEYWORDS

@@ -1,28 +1,22 @@
-"""Many texts at once: the surface of transformers' continuous batching, on this loop.
+"""The manager of many texts: it takes requests while others are written, and gives results as they come.
 
-`generate_batch` writes the texts of a list of prompts. `BatchManager` takes requests while others are written, and gives results as
-they come. A request is admitted where another has ended, so that all rows of the batch work.
+A request is admitted where another has ended, so that all rows of the batch work.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
 from queue import Full
 from typing import Any
 
 import torch
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
 from dflash.model.configuration_dflash import check_values
@@ -33,6 +27,7 @@ from dflash.model.targets_dflash import InexactError, max_positions
 
 from .batching import Batch, Conversations, Member, read_prompts
 from .history import History
+from .tickets import BatchOutput, Cancelled, ThreadStatus, Ticket, as_prompt
 
 
 logger = logging.get_logger(__name__)
@@ -57,57 +52,6 @@ LIMITS = {
     "max_queue_size": (IS_COUNT_OR_ZERO, "use a number of requests, or 0 for no limit"),
     "num_blocks": (IS_COUNT, "use a number of pages from 1 on, or leave it out"),
 }
-
-
-class Cancelled(Exception):
-    """A request that was cancelled."""
-
-
-@dataclass
-class BatchOutput(GenerationOutput):
-    """The output of one request: transformers' own, and how well its drafts were accepted.
-
-    Attributes:
-        acceptance_lengths (`list[int]`): Accepted proposals + 1, before cuts, of each verify step.
-    """
-
-    acceptance_lengths: list[int] = field(default_factory=list)
-
-    def is_finished(self) -> bool:
-        """Whether no token follows: the text is complete, or `error` says why not."""
-        return self.status in (RequestStatus.FINISHED, RequestStatus.FAILED)
-
-    def snapshot(self) -> BatchOutput:
-        """A copy that later tokens do not change."""
-        return replace(
-            self,
-            generated_tokens=list(self.generated_tokens),
-            logprobs=list(self.logprobs),
-            acceptance_lengths=list(self.acceptance_lengths),
-        )
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A request on its way: waiting, reading its prompt, or a row of the batch."""
-
-    number: int
-    output: BatchOutput
-    keywords: dict[str, Any]
-    streaming: bool = False
-    member: Any = None  # a `Member`, once its turn is near
-    is_cancelled: bool = False
-
-
-@dataclass
-class ThreadStatus:
-    """What servers look at.
-
-    Attributes:
-        fatal_error (`Exception`, *optional*): What has ended the manager's thread.
-    """
-
-    fatal_error: Exception | None = None
 
 
 class BatchManager:
@@ -271,7 +215,7 @@ class BatchManager:
         if processors:
             names = ", ".join(processors)
             raise ValueError(f"{names} came for one request: all of a manager share one generation config.")
-        prompt_ids = _as_prompt(input_ids)
+        prompt_ids = as_prompt(input_ids)
         keywords = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         keywords = {name: value for name, value in keywords.items() if value is not None}
         with self._changed:
@@ -644,116 +588,3 @@ class BatchManager:
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
-
-
-def _as_prompt(input_ids: Any) -> list[int]:
-    """The token ids of one prompt as a list."""
-    try:
-        ids = torch.as_tensor(input_ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"A prompt is {type(input_ids).__name__}: pass a list of token ids.") from error
-    if ids.dim() == 0:
-        raise ValueError(f"A prompt is the number {input_ids}: pass a list of prompts, each a list of token ids.")
-    prompt_ids: list[int] = ids.flatten().tolist()
-    return prompt_ids
-
-
-def draft_batches(model: Any) -> Any:
-    """Has `generate_batch` and `init_continuous_batching` of a pair's model draft, and returns the model.
-
-    transformers binds a folder's `generate` when it loads it, and nothing else; so this takes a call. It changes this model alone.
-
-    Raises:
-        ValueError: for a model that was not loaded from a pair's folder with `trust_remote_code=True`.
-
-    Example:
-        >>> model = draft_batches(AutoModelForCausalLM.from_pretrained(pair, trust_remote_code=True))
-        >>> outputs = model.generate_batch(prompt_ids, generation_config=config)
-    """
-    function = getattr(model.generate, "func", None)
-    door: Any = sys.modules.get(getattr(function, "__module__", ""))
-    if not hasattr(door, "init_continuous_batching"):
-        name = type(model).__name__
-        raise ValueError(f"This {name} is no pair: load the folder of `dflash pair` with trust_remote_code=True.")
-    model.init_continuous_batching = partial(door.init_continuous_batching, model=model)
-    return model
-
-
-def init_for_pair(drafter: Any, target: Any, settings: dict[str, Any], *args: Any, **keywords: Any) -> Any:
-    """What a pair's `init_continuous_batching` returns: a [`BatchManager`], with the pair's settings or without, or the target's.
-
-    `generate_batch` of transformers takes its manager from there. One warning for each reason says what was left out.
-    """
-    target.eval()  # as transformers' own does; trainers go back to training afterwards
-    reason = None
-    if not hasattr(GenerationOutput, "is_finished"):  # its `generate_batch` waits forever for a request that failed
-        reason = "continuous batching is drafted with transformers 5."
-    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(target):
-        reason = "processes that share weights (ZeRO-3 or FSDP) accept drafts differently."
-    if reason is None:
-        ways = [settings, {}] if settings else [{}]
-        for own in ways:
-            try:
-                return init_continuous_batching(drafter, *args, target=target, **{**own, **keywords})
-            except InexactError as error:  # which comes before any forward
-                reason = str(error)
-            if own:
-                logger.warning_once(f"Drafted without the settings of the pair: {reason}")
-    logger.warning_once(f"Generated without drafts: {reason}")
-    target_class: Any = type(target)  # its own method, where a folder has bound another to the model
-    return target_class.init_continuous_batching(target, *args, **keywords)
-
-
-def init_continuous_batching(drafter: Any, *args: Any, target: Any, **keywords: Any) -> BatchManager:
-    """A [`BatchManager`] of these arguments, by transformers' name. Nothing runs before its `start`."""
-    return BatchManager(drafter, target, *args, **keywords)
-
-
-def generate_batch(
-    drafter: Any,
-    inputs: Sequence[Any],
-    generation_config: Any = None,
-    continuous_batching_config: Any = None,
-    progress_bar: bool = False,
-    *,
-    target: Any,
-    max_new_tokens: int | None = None,
-    **keywords: Any,
-) -> dict[str, BatchOutput]:
-    """Writes the continuations of many prompts, a batch at a time whose rows are refilled. transformers' `generate_batch`.
-
-    Each text is the one that `spec_generate` writes to its prompt alone. For sampled texts, request number i has a seed of its
-    own, `seed + i`, where `seed` is the config's, or drawn once from `generator`, which is torch's global one by default.
-
-    Args:
-        drafter (`DFlashDraftModel`): A drafter trained for `target`.
-        inputs (`list[list[int]]`): The token ids of each prompt.
-        generation_config (`GenerationConfig`, *optional*): Of all requests. Default: the target's.
-        continuous_batching_config (`ContinuousBatchingConfig`, *optional*): Bounds, as [`BatchManager`] reads them.
-        progress_bar (`bool`, defaults to `False`): Whether to show how many texts are complete.
-        target (`PreTrainedModel`): A decoder-only model, loaded by `AutoModelForCausalLM`.
-        max_new_tokens (`int`, *optional*): Default: that of the generation config, or as many as the target has positions for.
-        keywords: Keywords of [`generate_blocks`] for all requests.
-
-    Returns:
-        `dict[str, BatchOutput]`: By request id, in the order of `inputs`. A request that fails has an `error`; the others are
-        not affected.
-
-    Raises:
-        ValueError: for settings that no request can have, before any forward.
-
-    Example:
-        >>> outputs = drafter.generate_batch(prompts, target=target, max_new_tokens=64)
-        >>> texts = [tokenizer.decode(output.generated_tokens) for output in outputs.values()]
-    """
-    if not len(inputs):
-        return {}
-    manager = BatchManager(drafter, target, generation_config, continuous_batching_config, **keywords)
-    manager._queue_size = 0  # all prompts are here already
-    request_ids = manager.add_requests(inputs, max_new_tokens)
-    results = {}
-    for output in logging.tqdm(manager.run(), total=len(inputs), disable=not progress_bar, unit="text"):
-        results[output.request_id] = output
-        if output.error is not None:
-            logger.warning(f"Request {output.request_id} failed: {output.error}")
-    return {request_id: results[request_id] for request_id in request_ids}

@@ -32,7 +32,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from dflash import Conversation, History, spec_generate
 from dflash.engine.batching import Conversations
 from dflash.engine.history import BYTES_PER_TOKEN
-from dflash.engine.manager import BatchManager, generate_batch
+from dflash.engine.manager import BatchManager
+from dflash.engine.many_texts import generate_batch
 from dflash.model.cache_dflash import LinearAttentionLayer
 from dflash.model.targets_dflash import InexactError
 
