@@ -63,7 +63,7 @@ def main() -> None:
         answer = tokenizer.decode(output.sequences[0, prompt_length:], skip_special_tokens=True)
         turns.append({"role": "assistant", "content": answer})
         print(
-            f"[tau {output.tau:.2f}, {conversation.num_reused} of {prompt_length} prompt tokens were computed before]\n"
+            f"[tau {output.tau_with_lookup:.2f}, {conversation.num_reused} of {prompt_length} prompt tokens were computed before]\n"
         )
 
 

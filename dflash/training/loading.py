@@ -53,7 +53,7 @@ ADDABLE = (
     "enable_confidence_head",
     "confidence_head_with_markov",
 )
-NOT_A_SHAPE = ("init", "head", "from_target", "freeze_init", "sliding_window", *CHANGEABLE)
+NOT_A_SHAPE = ("init", "head", "confidence", "from_target", "freeze_init", "sliding_window", *CHANGEABLE)
 SHAPE = [
     setting.name
     for setting in fields(TrainingSettings)
@@ -333,6 +333,8 @@ def make_drafter(
     changes = settings.chosen(CHANGEABLE)
     if "gru_hidden_dim" in shape:
         shape.setdefault("pure_draft_prefix_len", 1)
+    if settings.confidence:  # which reads the token before, as published ones do
+        shape |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
     if start is not None:
         return _changed_drafter(target, settings, start, shape, changes)
     config = text_config(target)

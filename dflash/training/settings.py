@@ -47,7 +47,7 @@ RECIPE_WIDTH = 128
 HEAD_SIZES: dict[str, Facts] = {
     "selector": {"selector_rank": 256, "selector_top_k": 16},
     "domino": {"gru_hidden_dim": 1024, "emb_dim": 256},
-    "dspark": {"markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True},
+    "dspark": {"markov_rank": 256, "markov_head_type": "vanilla", "confidence": True},
 }
 LATE = ("muon_learning_rate", "from_target")  # their defaults depend on the drafter too
 POSITIVE = ("learning_rate", "max_grad_norm", "gamma")
@@ -131,11 +131,8 @@ class TrainingSettings:
     markov_head_type: MarkovHeadType | None = _setting(
         None, PARTS, "DSpark: gated lets the hidden state weigh the rank. Default: vanilla, which does not."
     )
-    enable_confidence_head: bool | None = _setting(
+    confidence: bool | None = _setting(
         None, PARTS, "DSpark: learn the chance that each proposal is accepted. Default: with --head dspark."
-    )
-    confidence_head_with_markov: bool | None = _setting(
-        None, PARTS, "DSpark: the confidence reads the previous token, too. Default: as the confidence."
     )
     freeze_init: bool = _setting(
         False, PARTS, "Train only the parts added to a trained drafter, or, if none is added, those that it has."
@@ -239,8 +236,6 @@ class TrainingSettings:
         for name, value in HEAD_SIZES.get(self.head or "", {}).items():
             if getattr(self, name) is None:
                 self._set(name, value)
-        if self.enable_confidence_head and self.confidence_head_with_markov is None:
-            self._set("confidence_head_with_markov", True)
         for name, value in RECIPES.get(self.recipe, {}).items():
             if getattr(self, name) is None and name not in LATE:
                 self._set(name, value)
