@@ -164,19 +164,22 @@ def scores_after_each(
     """
     path = head.choose_path(hidden_states, logits, anchors)
     candidate_ids = path.candidate_ids[0]
-    top_logits = logits[0].to(hidden_states).gather(-1, candidate_ids)
+    top_k = head.top_k
     anchor = anchors.to(candidate_ids.device)
-    anchor = anchor.expand(1, head.top_k)
-    before = torch.cat([anchor, candidate_ids[:-1]])  # [n, K]
+    before = torch.cat([anchor.expand(1, top_k), candidate_ids[:-1]])  # [n, K]
     positions = torch.arange(len(before), device=before.device)
-    rows = head.rows(candidate_ids, positions)
-    features = head.features(hidden_states[0])
-    # For each candidate of the position before.
-    state, features, top_logits, rows = (
-        values.repeat_interleave(head.top_k, dim=0) for values in (path.states[0], features, top_logits, rows)
+    of_positions = (
+        path.states[0],
+        head.features(hidden_states[0]),
+        logits[0].to(hidden_states).gather(-1, candidate_ids),
+        head.rows(candidate_ids, positions),
     )
+    # For each candidate of the position before.
+    repeated = [values.repeat_interleave(top_k, dim=0) for values in of_positions]
+    state, features, top_logits, rows = repeated
     inputs = head.inputs(before.flatten())
-    scores = head.scores(features, top_logits, rows, head.read(inputs, state))
+    state = head.read(inputs, state)
+    scores = head.scores(features, top_logits, rows, state)
     return scores.view(*before.shape, -1), candidate_ids
 
 

@@ -217,12 +217,14 @@ class DominoHead(CausalHead):
         self.state_size = drafter.config.gru_hidden_dim
         self._num_plain = drafter.config.pure_draft_prefix_len
         self._embed: Any = embed
-        gru = drafter.prefix_gru
         # Of both gates in one matrix, and of the new state.
-        num_gates = 2 * self.state_size
-        self._gates_of_inputs, self._new_of_inputs = gru.weight_ih_l0.T.tensor_split([num_gates], dim=1)
-        self._gates_of_state, self._new_of_state = gru.weight_hh_l0.T.tensor_split([num_gates], dim=1)
-        self._of_hidden, self._of_state = mix.weight.T.tensor_split([-self.state_size])
+        gates = [2 * self.state_size]
+        of_inputs = drafter.prefix_gru.weight_ih_l0.T
+        of_state = drafter.prefix_gru.weight_hh_l0.T
+        self._gates_of_inputs, self._new_of_inputs = of_inputs.tensor_split(gates, dim=1)
+        self._gates_of_state, self._new_of_state = of_state.tensor_split(gates, dim=1)
+        joint = mix.weight.T
+        self._of_hidden, self._of_state = joint.tensor_split([-self.state_size])
 
     @classmethod
     def weights(cls, config: Any) -> dict[str, nn.Module]:

@@ -383,7 +383,13 @@ def test_tokens_per_step_of_a_batch_leave_out_every_prefill(tiny_target: PreTrai
     """Promise: the mean is over the verify steps of all rows."""
     prompts = [make_prompt(9, seed=1), make_prompt(9, seed=2)]
     truths = [greedy(tiny_target, prompt, max_new_tokens=9) for prompt in prompts]
-    output = run(ScriptedDrafter(tiny_target, truths, [1]), tiny_target, torch.cat(prompts), max_new_tokens=9)
+    output = run(
+        ScriptedDrafter(tiny_target, truths, [1]),
+        tiny_target,
+        torch.cat(prompts),
+        max_new_tokens=9,
+        prompt_lookup_num_tokens=0,
+    )
     assert output.acceptance_lengths == [[2] * 4] * 2
     assert output.tokens_per_step == 2.0
 
