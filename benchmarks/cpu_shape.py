@@ -33,7 +33,7 @@ def measure_forwards(target: Any, drafter: Any, context: int, repeats: int) -> d
     block_size = drafter.config.block_size
     forwards, ids = Target(target, drafter.config.target_layer_ids), scripted_prompt(target, context)
     cache = PreallocatedCache(forwards.num_layers, context + block_size)
-    forwards.read(ids, cache)
+    forwards.read(ids, cache, [ids.shape[1]])
     times: dict[int, list[float]] = {1: [], block_size: []}
 
     def forward(width: int) -> None:
