@@ -77,9 +77,11 @@ class PreallocatedLayer(CacheLayerMixin):
             keys[:, :, start:] = key_states
             values[:, :, start:] = value_states
         else:
-            index = self.slots[:, None, :, None].to(keys.device)
-            keys.scatter_(2, index.expand_as(key_states), key_states)
-            values.scatter_(2, index.expand_as(value_states), value_states)
+            # Compiled in place: an assignment to a view or `scatter_` would copy the whole storage.
+            slots = self.slots.to(keys.device)
+            sequence = torch.arange(num_sequences, device=keys.device)[:, None]
+            self.keys.transpose(1, 2)[sequence, slots] = key_states.transpose(1, 2)
+            self.values.transpose(1, 2)[sequence, slots] = value_states.transpose(1, 2)
         return keys, values
 
     def reserve(self, length: int) -> None:

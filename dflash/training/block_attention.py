@@ -46,8 +46,8 @@ def blockwise_attention(
     query = query.view(batch, groups, heads // groups, -1, block_size, size)  # [B, G, H / G, A, N, E]
     context_key, block_key = key.split([length, num_rows], dim=2)
     context_value, block_value = value.split([length, num_rows], dim=2)
-    by_block = [tensor.unflatten(2, (-1, block_size)) for tensor in (block_key, block_value, attention_mask)]
-    block_key, block_value, attention_mask = by_block
+    block_key = block_key.unflatten(2, (-1, block_size))
+    block_value = block_value.unflatten(2, (-1, block_size))
     attend = _fused if is_fused(query.device, dropout) else _in_parts
     output = attend(query, context_key, context_value, block_key, block_value, attention_mask, dropout)
     output = output.permute(0, 3, 4, 1, 2, 5)  # [B, A, N, G, H / G, E]
@@ -60,7 +60,7 @@ def _fused(
     context_value: Tensor,  # likewise
     block_key: Tensor,  # [B, G, A, N, E]
     block_value: Tensor,  # likewise
-    attention_mask: Tensor,  # [B, 1, A, N, S + N]
+    attention_mask: Tensor,  # [B, 1, A * N, S + N]
     dropout: float,
 ) -> Tensor:  # of the shape of query
     """The output by a kernel that holds no scores of the context.
@@ -69,7 +69,7 @@ def _fused(
     """
     sizes = [context_key.shape[2], block_key.shape[3]]
     context_mask, block_mask = attention_mask.split(sizes, dim=-1)
-    context_mask = context_mask.flatten(2, 3)
+    block_mask = block_mask.unflatten(2, (-1, block_key.shape[3]))
     outputs = []
     for turn in query.unbind(2):
         # Of strided turns Inductor takes the kernel's strides for constants, and another number of blocks raises.
@@ -85,7 +85,7 @@ def _in_parts(
     context_value: Tensor,  # likewise
     block_key: Tensor,  # [B, G, A, N, E]
     block_value: Tensor,  # likewise
-    attention_mask: Tensor,  # [B, 1, A, N, S + N]
+    attention_mask: Tensor,  # [B, 1, A * N, S + N]
     dropout: float,
 ) -> Tensor:  # of the shape of query
     """The output of all blocks, or of some after others where their scores would be more than `MOST_SCORES`.
@@ -94,7 +94,8 @@ def _in_parts(
     """
     # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
     rows = query.transpose(2, 3).flatten(3, 4)
-    tensors = (rows, block_key, block_value, attention_mask)
+    mask = attention_mask.unflatten(2, (-1, block_key.shape[3]))
+    tensors = (rows, block_key, block_value, mask)
     context = (context_key, context_value, dropout)
     batch, groups, num_blocks, num_rows, _ = rows.shape
     scores_of_block = batch * groups * num_rows * attention_mask.shape[-1]
