@@ -25,9 +25,14 @@ from dflash.common.cards import complete_card  # noqa: F401  the reader's, for u
 from dflash.common.files import adapter_fault
 from dflash.common.json_text import parsed_json
 from dflash.model.configuration_dflash import (
+    CAP,
     CAUSALITY_FIELDS,
+    COUNT,
+    COUNT_OR_ZERO,
     FIELDS,
+    NUMBER,
     UNSUPPORTED_FIELDS,
+    WHOLE,
     is_number,
     is_whole_number,
 )
@@ -58,11 +63,8 @@ COPIES_OF_THE_TARGET = {
 
 # Fields of a speculators config that stand beside its `transformer_layer_config` and mean here what they mean there.
 BESIDE_THE_LAYER_CONFIG = (
-    "block_size", "mask_token_id", "draft_vocab_size", "target_hidden_size", "sample_from_anchor", "conv_kernel_size",
-    "conv_group_size", "selector_rank", "selector_top_k", "projector_type", "gru_hidden_dim", "emb_dim",
-    "pure_draft_prefix_len", "shift_label", "input_embedding_scale", "output_multiplier", "markov_rank",
-    "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
-    "final_logit_softcapping", "dtype", "torch_dtype", "quantization_config",
+    *(name for name in FIELDS if name not in ("target_layer_ids", "num_target_layers")),
+    "target_hidden_size", "dtype", "torch_dtype", "quantization_config",
 )  # fmt: skip
 
 # Fields of a layer's config in other places than a drafter's: what the layer was, or what it was trained as.
@@ -71,14 +73,13 @@ NOT_A_DRAFTERS = ("architectures", "auto_map", "model_type", "transformers_versi
 # What a field of a config.json has to be, in any dialect and place, if it is there and no null.
 OBJECTS = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config", "auto_map")
 WHOLE_NUMBERS = (
-    "block_size", "mask_token_id", "num_target_layers", "vocab_size", "hidden_size", "intermediate_size",
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_window_layers",
-    "max_position_embeddings", "draft_vocab_size", "conv_kernel_size", "conv_group_size", "selector_rank",
-    "selector_top_k", "gru_hidden_dim", "emb_dim", "pure_draft_prefix_len", "markov_rank", "swa_window_size",
+    *(name for name, check in FIELDS.items() if check in (WHOLE, COUNT, COUNT_OR_ZERO)),
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_window_layers", "max_position_embeddings", "swa_window_size",
 )  # fmt: skip
 NUMBERS = (
-    "rope_theta", "rms_norm_eps", "initializer_range", "attention_dropout", "input_embedding_scale",
-    "output_multiplier", "logit_scale", "final_logit_softcapping",
+    *(name for name, check in FIELDS.items() if check in (NUMBER, CAP)),
+    "rope_theta", "rms_norm_eps", "initializer_range", "attention_dropout", "logit_scale",
 )  # fmt: skip
 LISTS_OF_LAYERS = ("target_layer_ids", "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 DTYPE_FIELDS = ("dtype", "torch_dtype")

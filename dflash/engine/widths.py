@@ -75,7 +75,7 @@ class Experience:
         widths (`list[int]`): The numbers of proposals to choose from: a quarter, half and all of a draft.
         tokens (`dict[int, float]`): For each width and 0, the mean number of tokens that a step with so many proposals gives.
         pause (`int`): Number of steps without a draft after the latest draft; 0: it has paid.
-        num_left (`int`): How many of these steps are left.
+        pause_left (`int`): How many of these steps are left.
     """
 
     def __init__(self, num_proposals: int) -> None:
@@ -83,7 +83,7 @@ class Experience:
         self.widths = sorted(widths - {0})
         self.tokens = {width: 1 + width / 2 for width in (0, *self.widths)}
         self.pause = 0
-        self.num_left = 0
+        self.pause_left = 0
         self._num_drafts = 2  # what is assumed counts like two
         self._costs = defaultdict[Any, StepCosts](StepCosts)
 
@@ -96,8 +96,8 @@ class Experience:
 
     def choose(self, costs: StepCosts) -> int:
         """The number of proposals of the next step."""
-        if self.num_left:
-            self.num_left -= 1
+        if self.pause_left:
+            self.pause_left -= 1
             return 0
         if self.pause:
             return self.widths[0]
@@ -115,8 +115,8 @@ class Experience:
         seconds = costs.of(width, self.widths[-1])
         return self.tokens[width] / seconds
 
-    def add_draft(self, num_proposals: int, accepted: list[Sequence[int]], costs: StepCosts) -> None:
-        """Records which columns of `num_proposals` were accepted for each sequence, and pauses drafts if they do not pay.
+    def add_draft(self, num_proposals: int, accepted: list[Sequence[int]]) -> None:
+        """Records which columns of `num_proposals` were accepted for each sequence.
 
         Wider steps would have accepted more only where all columns were accepted, and are taken to accept all.
         """
@@ -131,11 +131,14 @@ class Experience:
             tokens = 1 + mean(counts)
             change = tokens - self.tokens[width]
             self.tokens[width] += weight * change
+
+    def set_pause(self, costs: StepCosts) -> None:
+        """Stops drafting for some steps if the best width is slower than none, each time for longer."""
         best = self.best(costs)
         has_paid = self.speed(best, costs) > self.speed(0, costs)
         longer = max(2 * self.pause, SHORTEST_PAUSE)
         self.pause = 0 if has_paid else min(longer, LONGEST_PAUSE)
-        self.num_left = self.pause
+        self.pause_left = self.pause
 
 
 class WidthProposer:
@@ -154,7 +157,7 @@ class WidthProposer:
         self.drafts = drafts
         key = (num_proposals, setting)
         known = state.widths.setdefault(key, Experience(num_proposals))
-        known.num_left = min(known.num_left, known.pause // 4)  # this text may differ
+        known.pause_left = min(known.pause_left, known.pause // 4)  # this text may differ
         self._known = known
         self._costs = StepCosts()  # of steps like this one
         self._elapsed = stopwatch()  # since this step began
@@ -175,7 +178,8 @@ class WidthProposer:
         self._costs.add(width, self._elapsed())
         if width:
             accepted = [accepted_columns(proposals, block) for block in blocks]
-            self._known.add_draft(width, accepted, self._costs)
+            self._known.add_draft(width, accepted)
+            self._known.set_pause(self._costs)
 
 
 def accepted_columns(proposals: Proposals, block: Any) -> Sequence[int]:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from dflash.drafter import DFlashConfig, DFlashDraftModel
+from dflash.model.acceptance_dflash import RULES
 from dflash.model.heads_dflash import CausalHead
 
 
@@ -193,7 +194,7 @@ def _distribution(trial: _Trial) -> Iterator[str]:
         logits = target(torch.cat([prompt.expand(len(every), -1), every], dim=1)).logits[:, 1:-1].double()
     of_tokens = (logits / temperature).softmax(dim=-1).gather(-1, every[..., None]).squeeze(-1)
     expected = NUM_TEXTS * of_tokens.prod(dim=1)
-    for verification in ("rejection", "block"):
+    for verification in RULES:
         texts = drafter.spec_generate(
             prompt.expand(NUM_TEXTS, -1), target=target, temperature=temperature, top_k=0, max_new_tokens=3,
             verification=verification, stop_token_ids=[], generator=torch.Generator().manual_seed(4),

@@ -178,7 +178,7 @@ def _before_and_after(domains: Sequence[Row]) -> list[Part]:
 def means_of_tasks(rows: Sequence[Row]) -> list[Row]:
     """A row for each method besides plain decoding with the means of its tasks, if there are several."""
     means = []
-    for method in dict.fromkeys(row["method"] for row in rows[1:]):
+    for method in dict.fromkeys(row["method"] for row in rows):
         tasks = [row for row in rows if row["method"] == method and row["tau_micro"] is not None]
         if len(tasks) > 1:
             mean = {name: fmean(row[name] for row in tasks) for name in ("speedup", "tau_micro")}

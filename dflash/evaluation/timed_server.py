@@ -215,10 +215,11 @@ def read_counters(metrics: str) -> dict[str, float]:
 
 
 def drafting(before: Counters | None, after: Counters | None) -> Drafting | None:
-    """The acceptance between two readings of [`Server.counters`]; `None` if nothing was drafted.
+    """The acceptance between two readings of [`Server.counters`]; `None` if no counter moved.
 
     vLLM counts drafts and accepted tokens. SGLang counts verify steps and the tokens that were kept, so an answer's
-    last step counts less there; its older versions show only the mean of the last moments.
+    last step counts less there. Its older versions show only a mean of the last moments, which is returned as it is, even if nothing
+    was drafted in between.
     """
     if before is None or after is None:
         return None

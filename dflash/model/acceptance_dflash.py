@@ -31,7 +31,6 @@ from .sampling_dflash import PositionUniforms, Sampler, choose_sampled, pick, pl
 from .sequences_dflash import TextSequence
 
 
-VERIFICATIONS = ("auto", "match", "rejection", "block")
 TARGET_BROKE, DRAFTER_BROKE = -1, -2  # values of `num_accepted` where a model's logits are NaN or infinite
 
 # Processors that read only the scores, so that all columns of a step can share one call.
@@ -140,16 +139,17 @@ class _Drawn:
             candidate_ids = proposals.candidate_ids.to(device)
             q = proposals.probabilities.to(device)
         of_columns = self.target_probs[:, :-1]
-        p = of_columns.gather(-1, candidate_ids)
-        p_and_q = torch.stack([p.double(), q.double()])
+        p = of_columns.gather(-1, candidate_ids).double()
+        q = q.double()
         is_proposed = candidate_ids == of_proposals
-        p_and_q_of_proposals = p_and_q * is_proposed
-        p_of, q_of = p_and_q_of_proposals.sum(-1)
-        self.ratios = p_of / q_of
+        p_of_proposals = (p * is_proposed).sum(-1)
+        q_of_proposals = (q * is_proposed).sum(-1)
+        self.ratios = p_of_proposals / q_of_proposals
 
         one_column = (0, 0, 0, 1)
         self.candidate_ids = functional.pad(candidate_ids, one_column)
-        self.p, self.q = functional.pad(p_and_q, one_column)
+        self.p = functional.pad(p, one_column)
+        self.q = functional.pad(q, one_column)
 
     def accept(self, num_accepted: torch.Tensor, reach: torch.Tensor, uniforms: torch.Tensor) -> Acceptance:
         """Accepts `num_accepted` [B] proposals and draws a token by the last of uniforms [B, n + 1].
@@ -190,7 +190,10 @@ def accept_rejection(proposals: Proposals, scores: torch.Tensor, uniforms: torch
 
 
 def accept_block(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Tensor) -> Acceptance:
-    """Block verification: accepts the longest prefix that passes its test. Arguments as in `accept_rejection`."""
+    """Block verification: accepts the longest prefix that passes its test. Arguments as in `accept_rejection`.
+
+    In the paper `reach` is p_i and `pass_rates` is h_i. After the last proposal q is 0, so there its test is uniform < reach.
+    """
     drawn = _Drawn(proposals, scores, uniforms.device)
     reach = _reach(drawn.ratios)
     reached = reach[..., None] * drawn.p
@@ -205,9 +208,14 @@ def accept_block(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Ten
         1.0,
     )
     fails = uniforms[:, :-1] >= pass_rates[:, 1:]
-    num_after = _length_of_prefix(fails.flip(1))
-    num_accepted = fails.shape[1] - num_after
+    num_failing_last = _length_of_prefix(fails.flip(1))
+    num_accepted = fails.shape[1] - num_failing_last
     return drawn.accept(num_accepted, reach, uniforms)
+
+
+# Rules for drawn proposals, by the name of `verification`.
+RULES = {"rejection": accept_rejection, "block": accept_block}
+VERIFICATIONS = ("auto", "match", *RULES)
 
 
 def _reach(ratios: torch.Tensor) -> torch.Tensor:
@@ -261,7 +269,7 @@ class Acceptor:
             choices, best = self.choose(scores, sequences, proposals.depths)
             acceptance = proposals.accept_match(choices, best)
         else:
-            accept = accept_rejection if rule == "rejection" else accept_block
+            accept = RULES[rule]
             width = scores.shape[1]
             uniforms = self.uniforms_of.fresh(sequences, width, scores.device)
             acceptance = accept(proposals, scores, uniforms)

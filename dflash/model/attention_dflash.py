@@ -61,7 +61,7 @@ def draft_sees(config: Any, layer_idx: int, starts: torch.Tensor, width: int, nu
     start = starts[:, None, None]
     key = torch.arange(num_keys, device=starts.device)
     position = start + torch.arange(width, device=starts.device)[:, None]
-    # -2: neither context nor block, but keys of an earlier forward after the block.
+    # -2: keys after the block, left by an earlier forward; nobody sees them.
     block_or_after = torch.where(key < start + width, 0, -2)
     key_block = torch.where(key < start, -1, block_or_after)
     visible = sees(
@@ -136,7 +136,7 @@ def grouped_attention(
         is_causal = getattr(module, "is_causal", True)
     is_causal = is_causal and attention_mask is None and width > 1
     is_later = is_causal and width < num_keys
-    # Of some families; transformers' own function handles or refuses them.
+    # Some families pass these; transformers' own function handles or refuses them.
     is_uncommon = kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
     if is_uncommon and is_later:
         is_causal = False

@@ -138,7 +138,7 @@ class RunningState:
     The state after rejected columns cannot be cut. So a step keeps the state before it and the mixer's arguments, and `rewind`
     calls the mixer again on the columns that stand. With four columns of which two are kept:
 
-        state before --- mixer(columns 0 1 2 3) --> state after       `hooks` record both on the left
+        state before --- mixer(columns 0 1 2 3) --> state after       `hooks` record the state before and the arguments
         state before --- mixer(columns 0 1) ------> state             `rewind([2])`
 
     `layer` is where the model reads and writes the state.
@@ -185,10 +185,10 @@ class RunningState:
     def rewind(self, num_kept: Sequence[int]) -> None:
         """Sets the state to that after each sequence's first `num_kept` columns of the recorded step."""
         inputs = self._arguments["hidden_states"]  # [B, S, D]
-        if min(num_kept) == inputs.shape[1]:
+        if min(num_kept) == inputs.shape[1]:  # all columns stand
             return
         result = self._mapped(torch.clone)
-        if not any(self._had_state.values()):  # a prompt begins
+        if not any(self._had_state.values()):  # the step was the first one; before it the state counts as zero
             self._before = self._mapped(torch.zeros_like)
         counts = torch.tensor(num_kept)
         is_cut = counts < inputs.shape[1]
@@ -257,7 +257,8 @@ class PreallocatedCache(Cache):
             self._running[index] = running
             self.layers[index] = running.layer
         self._num_recorded: int | None = 0  # columns that mixers can roll back; None: a forward did not finish
-        # Of a single sequence the layers know the length: a model appends to them without saying so here.
+        # Counts for several sequences. The layers know the length of a single one, because a model also appends outside of
+        # `appending`.
         self._lengths = [0] * batch_size
 
     # -- how long it is
@@ -364,7 +365,10 @@ class PreallocatedCache(Cache):
         self._num_recorded = 0
 
     def truncate(self, length: int) -> int:
-        """Keeps a single sequence's first `length` positions, also after a failed forward; 0: running states cannot go back."""
+        """Keeps a single sequence's first `length` positions, also after a failed forward.
+
+        Returns how many it kept: `length`, or 0 if running states cannot go back; then begin with a new cache.
+        """
         is_finished = self._num_recorded is not None and self.lengths == [length]
         if self._running and not is_finished:
             return 0

@@ -61,6 +61,7 @@ def _are_layers(value: Any) -> bool:
 
 WHOLE = (is_whole_number, "use a whole number, without quotes")
 COUNT = (partial(is_whole_number, least=1), "use a whole number above 0, without quotes, or leave it out")
+COUNT_OR_ZERO = (partial(is_whole_number, least=0), "use a whole number from 0 on, without quotes")
 NUMBER = (is_number, "use a number, without quotes, or leave it out")
 CAP = (partial(is_number, least=ABOVE_ZERO), "use a number above 0, without quotes, or leave it out")
 FLAG = (is_a(bool), "use true or false, without quotes")
@@ -83,7 +84,7 @@ FIELDS: Checks = {
     "projector_type": (("domino", "dspark").__contains__, "it is not supported, use an engine that reads it"),
     "gru_hidden_dim": COUNT,
     "emb_dim": COUNT,
-    "pure_draft_prefix_len": (partial(is_whole_number, least=0), "use a whole number from 0 on, without quotes"),
+    "pure_draft_prefix_len": COUNT_OR_ZERO,
     "markov_rank": COUNT,
     "markov_head_type": (("vanilla", "gated").__contains__, "it is not supported, use an engine that reads it"),
     "enable_confidence_head": FLAG,
@@ -241,9 +242,8 @@ class DFlashConfig(Qwen3Config):
         if self.markov_rank is not None:
             self.markov_head_type = self.markov_head_type or "vanilla"
         for projector, field in PROJECTORS.items():
-            if (
-                getattr(self, field) is not None
-            ):  # these heads' name for what `sample_from_anchor` says is written beside it
+            if getattr(self, field) is not None:
+                # `shift_label` is these heads' name for what `sample_from_anchor` says.
                 self.projector_type = self.projector_type or projector
                 self.shift_label = self.shift_label or self.sample_from_anchor
                 self.sample_from_anchor = self.shift_label
@@ -343,7 +343,10 @@ class DFlashConfig(Qwen3Config):
         return declared
 
     def layer_window(self, layer_idx: int) -> int | None:
-        """The window W of layer `layer_idx` (queries see keys less than W positions away), `None` for a full layer."""
+        """The window W of layer `layer_idx` (queries see keys less than W positions away), `None` for a full layer.
+
+        `layer_types` says which layers slide.
+        """
         if self.layer_types[layer_idx] != "sliding_attention":
             return None
         return self.sliding_window

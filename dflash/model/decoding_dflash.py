@@ -1,7 +1,8 @@
 """The loop: propose a block, verify it in one forward of the target, accept a prefix, commit it.
 
-`decode_blocks` is the loop and `EagerRunner.run` is a step. Every committed token is the target's own choice, whatever was
-proposed. The package's engine has further proposers and runs steps compiled or recorded; the loop is the same.
+`decode_blocks` is the loop and `EagerRunner.run` is a step. Whatever is proposed, the text is the target's: its own choices, or drawn
+from its distribution (`acceptance_dflash`). The package's engine has further proposers and runs steps compiled or recorded; the loop is
+the same.
 """
 
 from __future__ import annotations
@@ -370,6 +371,7 @@ class Decoder:
 
     def _keep(self, step: Step, blocks: Sequence[Block]) -> None:
         """Keeps what was committed in the caches, and the sequences that are not done."""
+        # As many columns as tokens: the anchor's column is kept, and the last token has none yet.
         num_kept = [len(block.token_ids) for block in blocks]
         self.runner.keep(step, num_kept)
         if step.features is not None:

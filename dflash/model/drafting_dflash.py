@@ -111,7 +111,8 @@ class DrafterContext:
     @property
     def waiting(self) -> Context:
         """The context that the drafter has not read, which may be empty."""
-        self.waiting = Context.joined(self._parts)  # only now: steps without a draft just append
+        if len(self._parts) > 1:  # only now: steps without a draft just append
+            self._parts = [Context.joined(self._parts)]
         return self._parts[0]
 
     @waiting.setter
@@ -188,7 +189,11 @@ def embed(target: Any, drafter: Any, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 class DraftProposer:
-    """Proposes what the drafter predicts after the anchors: draws where that helps and `may_draw`, else the likeliest path."""
+    """Proposes what the drafter predicts after the anchors.
+
+    It draws proposals if the request samples, the drafter has a head, the rule is not "match" and `may_draw`. Else it proposes
+    the likeliest path.
+    """
 
     def __init__(
         self, request: Any, target: Target, context: DrafterContext, acceptor: Acceptor, may_draw: bool = True

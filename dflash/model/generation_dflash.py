@@ -350,7 +350,7 @@ def _streamer_of_generate() -> Any:
 
 
 def _guarded(decoder: Decoder) -> Iterator[Block]:
-    """The blocks of a decoder. An error empties the caches, and running out of memory is reported with remedies."""
+    """The blocks of a decoder. After an error the conversation forgets its text, and running out of memory is reported with remedies."""
     try:
         yield from decode_blocks(decoder)
     except (Exception, KeyboardInterrupt) as error:  # closed early, it is between two steps

@@ -161,9 +161,9 @@ class Sampler:
         )
         is_cut = values < smallest
         values = values.masked_fill(is_cut, -torch.inf)
-        # Top-p keeps the smallest set of probability p.
+        # Top-p keeps the smallest set of probability p: a token is cut if it and all less probable ones hold at most 1 - p.
         rising = values.softmax(-1).flip(-1)
-        tails = rising.cumsum(-1)  # of each token and all less probable ones
+        tails = rising.cumsum(-1)
         is_cut = tails.flip(-1) <= 1 - p
         is_cut[..., 0] = False
         values = values.masked_fill(is_cut, -torch.inf)
@@ -192,8 +192,8 @@ def choose_sampled(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor
     ends = sums.cumsum(-1)
     size = _at(sums, index)
     begin = _at(ends, index) - size
-    drawn = uniforms * ends[..., -1]
-    rest = (drawn - begin) / size
+    drawn_sum = uniforms * ends[..., -1]
+    rest = (drawn_sum - begin) / size  # where the uniform lies inside the drawn chunk, from 0 to 1
     rest = rest.clamp(min=0.0)
 
     index = index.to(chunks.device)
@@ -213,11 +213,11 @@ def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     # Scaled by the computed sum and kept below it, so that rounding cannot move a pick past the last token.
     total = cumulative[..., -1]
     below_total = total.nextafter(torch.zeros_like(total))
-    drawn = torch.minimum(uniforms * total, below_total)
+    drawn_sum = torch.minimum(uniforms * total, below_total)
 
     token_ids = torch.searchsorted(
         cumulative,
-        drawn[..., None],
+        drawn_sum[..., None],
         right=True,
     )
     token_ids = token_ids.squeeze(-1)

@@ -243,6 +243,18 @@ def head(target: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return layer(hidden_states)
 
 
+def _last_logits(logits: torch.Tensor, last_columns: list[int], width: int) -> torch.Tensor:
+    """Logits [B, 1, V] of each sequence's last column, of those of all of them that a forward of `width` columns has kept."""
+    columns = sorted(set(last_columns))
+    if logits.shape[1] == width:  # some forwards ignore `logits_to_keep`
+        columns = list(range(width))
+    last_logits = []
+    for place, column in enumerate(last_columns):
+        index = columns.index(column)
+        last_logits.append(logits[place, index : index + 1])
+    return torch.stack(last_logits)
+
+
 class Target:
     """The forwards of a target for one request. `prompt_inputs` are further inputs of a single prompt, such as images.
 
@@ -257,7 +269,7 @@ class Target:
         self.mixers = linear_mixers(model)
         self.num_layers = len(decoder_layers(model))
         self._prompt_inputs = dict(prompt_inputs or {})
-        self._lag = 0  # number of tokens minus position, after an image
+        self._offset = 0  # position of a token minus the number of tokens before it, after an image
 
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [B, N, V] of the drafter's hidden states [B, N, D]."""
@@ -269,20 +281,23 @@ class Target:
         cache: PreallocatedCache,
         num_real: Sequence[int],  # columns of each sequence before its padding; 0: its text has ended
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of each sequence's last token only, [B, 1, V], of a part of the prompts; not rolled back."""
+        """Reads a chunk of the prompts; logits of each sequence's last token only, [B, 1, V].
+
+        Padding is rolled back; the chunk cannot be.
+        """
         width = token_ids.shape[1]
         inputs: dict[str, Any] = self._positions(token_ids, cache)
         is_image_prompt = cache.get_seq_length() == 0 and bool(self._prompt_inputs)
         if is_image_prompt:
             inputs = dict(self._prompt_inputs)
         last_columns = [max(count, 1) - 1 for count in num_real]
-        columns = sorted(set(last_columns))
-        inputs["logits_to_keep"] = to_device(torch.tensor(columns), token_ids.device)
         num_padding = [width - count for count in num_real]
         has_padding = any(num_padding)
-        if not has_padding and not self.layout.shares_keys:
-            # Code of a checkpoint may expect a number. With one, Gemma 4 would skip columns in layers that share keys.
-            inputs["logits_to_keep"] = 1
+        # As a number, which a checkpoint's own code may require. With a number Gemma 4 skips columns in layers that share keys.
+        inputs["logits_to_keep"] = 1
+        if has_padding or self.layout.shares_keys:
+            columns = torch.tensor(sorted(set(last_columns)))
+            inputs["logits_to_keep"] = to_device(columns, token_ids.device)
         num_recorded = width if has_padding else 0
         num_appended = [width] * len(num_real)
         with cache.recording(num_recorded), cache.appending(None, num_appended):
@@ -290,14 +305,8 @@ class Target:
         if has_padding:
             cache.rollback(num_padding)
         if is_image_prompt and self.layout.rope is not None:
-            self._lag = self._lag_after(width)
-        if logits.shape[1] == width:  # some forwards ignore `logits_to_keep`
-            columns = list(range(width))
-        last_logits = []
-        for place, column in enumerate(last_columns):
-            index = columns.index(column)
-            last_logits.append(logits[place, index : index + 1])
-        return torch.stack(last_logits), features
+            self._offset = self._offset_after(width)
+        return _last_logits(logits, last_columns, width), features
 
     def verify(self, token_ids: torch.Tensor, cache: PreallocatedCache) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [B, S, V] of anchors and proposals, token_ids [B, S]. All of its columns can be rolled back."""
@@ -323,7 +332,7 @@ class Target:
     def _forward(
         self, token_ids: torch.Tensor, cache: PreallocatedCache, inputs: Mapping[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # A single column on a CPU attends in the same way without.
+        # On a CPU a single column attends in the same way without the attention of a step.
         is_plain = token_ids.numel() == 1 and token_ids.device.type == "cpu"
         with nullcontext() if is_plain else step_attention(self.model):
             return tapped_forward(self.model, self.layout, cache, input_ids=token_ids, **inputs)
@@ -334,9 +343,9 @@ class Target:
             return {}
         start = cache.get_seq_length()
         columns = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
-        return {"position_ids": columns[None] + self._lag}
+        return {"position_ids": columns[None] + self._offset}
 
-    def _lag_after(self, width: int) -> int:
+    def _offset_after(self, width: int) -> int:
         """The offset of positions after a prompt of `width` tokens with images."""
         # `generate` of transformers 5 has prepared positions, [3, 1, S], or [4, 1, S] with the text's own first.
         prepared = self._prompt_inputs.get("position_ids")

@@ -81,7 +81,7 @@ class RegenerationRun(Run):
     def facts(
         self, revision: str | None, settings: RegenerationSettings, name: str | None, card: Any, seen: SeenRows
     ) -> dict[str, Any]:
-        """What the manifest says of the target and of the data, whose name and card these are."""
+        """What the manifest says. `revision` is the target's; `name` and `card` are the data's."""
         license = self.license or getattr(card, "license", None) or seen.license
         return {
             "target": public_name(self.target),  # without a path of this machine
@@ -93,7 +93,10 @@ class RegenerationRun(Run):
         }
 
     def begin_trace(self, writer: Any, tokenizer: Any, resume: bool) -> None:
-        """Makes a [`TargetWriter`] add its texts and the places of rejected drafts to the trace, if there is one."""
+        """Opens the trace, if there is one, for `writer` to add its texts and rejected drafts to.
+
+        Without `resume` an older trace is deleted.
+        """
         if self.trace is not None:
             rank = self.processes.rank
             writer.trace = Trace(self.trace, writer.target, tokenizer, self.target, rank, begin=not resume)

@@ -26,7 +26,7 @@ def read_configs(target: str, trust_remote_code: bool = False) -> tuple[Any, Any
 
 
 class ServerWriter:
-    """A served target, with the attributes of [`TargetWriter`] and the errors of its client.
+    """A target behind a server, with the attributes of [`TargetWriter`]. Raises the errors of `OpenAIClient`.
 
     It asks for completions of ids, so the chat template is the tokenizer's. A server that takes no ids is asked by the
     text of the prompt; ValueError if that text is not encoded to the same ids. If an engine does not send the ids of

@@ -30,7 +30,7 @@ class LowRankChange(nn.Module):
 
 
 def change_in_low_rank(drafter: nn.Module, rank: int, seed: int) -> None:
-    """Freezes all weights and gives each matrix of a linear layer a change of at most `rank`, which alone is trained.
+    """Freezes all weights and adds a trainable change of at most `rank` to the matrix of each linear layer (LoRA).
 
     Raises:
         ValueError: for a rank that saves nothing in any matrix.

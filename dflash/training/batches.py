@@ -233,8 +233,8 @@ def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list
 def epoch_batches(examples: Examples, epoch: int, plan: BatchPlan, first: int = 0) -> Iterator[Batch]:
     """All examples once, with the anchors of this epoch, which counts from 0. The same plan and epoch give the same batches.
 
-    Batches before number `first` are left out, and cost nothing. The anchors of a document depend on the document alone, and so
-    does what is learned from it.
+    Batches before number `first` are left out, and cost nothing. The anchors of a document depend on the plan's seed, the epoch, the
+    document and its number, and not on its batch or on a restart.
     """
     width = _padded(plan.pack_length or 0)
     batches = epoch_sequences(lengths_of(examples), epoch, plan)

@@ -32,7 +32,7 @@ class FusedBlocks(torch.autograd.Function):
     ) -> Tensor:  # of the shape of query
         """The output of the joint softmax."""
         flat = query.flatten(2, 3)
-        output, denominator = _forward(
+        output, context_logsumexp = _forward(
             flat,
             context_key,
             context_value,
@@ -41,13 +41,13 @@ class FusedBlocks(torch.autograd.Function):
             attn_mask=context_mask,
             scale=1.0,
         )
-        denominator = denominator.view(*query.shape[:4], 1)  # of the context; a logarithm in fp32
+        context_logsumexp = context_logsumexp.view(*query.shape[:4], 1)  # of the scores of the context's keys, fp32
         scores = _own_scores(query, block_key, block_mask)
-        own_denominator = scores.logsumexp(dim=-1, keepdim=True)
-        joint = torch.logaddexp(denominator, own_denominator)
+        own_logsumexp = scores.logsumexp(dim=-1, keepdim=True)
+        joint = torch.logaddexp(context_logsumexp, own_logsumexp)
         weights = (scores - joint).exp()
         own = weights.to(query.dtype) @ block_value
-        context_share = (denominator - joint).exp().to(query.dtype)
+        context_share = (context_logsumexp - joint).exp().to(query.dtype)
         output = output.view_as(query) * context_share + own
         ctx.save_for_backward(
             context_key, context_value, context_mask, query, block_key, block_value, block_mask, output, joint

@@ -151,12 +151,14 @@ class DrafterLoss:
 
 def _states_after(causal_head: Any, token_ids: Tensor) -> Tensor:
     """The states [G, P, H] of a causal head after each of the blocks' tokens [G, P]."""
-    inputs = causal_head.inputs(token_ids)
-    state = inputs.new_zeros(len(token_ids), causal_head.state_size)
-    states = []
-    for inputs_of_token in inputs.unbind(dim=1):
-        state = causal_head.read(inputs_of_token, state)
-        states.append(state)
+    # Autocast would mix two dtypes: matrix products give the narrow one, and the state begins in that of the weights.
+    with torch.autocast(token_ids.device.type, enabled=False):
+        inputs = causal_head.inputs(token_ids)
+        state = inputs.new_zeros(len(token_ids), causal_head.state_size)
+        states = []
+        for inputs_of_token in inputs.unbind(dim=1):
+            state = causal_head.read(inputs_of_token, state)
+            states.append(state)
     return torch.stack(states, dim=1)
 
 

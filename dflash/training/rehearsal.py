@@ -1,4 +1,4 @@
-"""What a run would take, said after a few real steps of it: `dflash train --dry-run`."""
+"""Estimates the memory and the time of a run from a few real steps of it: `dflash train --dry-run`."""
 
 import copy
 import os

@@ -450,7 +450,7 @@ class _Display:
             settings = self._trainer.settings
             recipe = "" if settings.recipe == "short" else "--recipe short, "
             self._announce(
-                f"tau has stayed at {taus[-1]:.2f} for {FLAT_POINTS} measurements, as of a drafter that proposes one token everywhere "
+                f"tau has stayed at {taus[-1]:.2f} for {FLAT_POINTS} measurements, which is what a drafter gives that proposes one token everywhere "
                 f"({settings.recipe_text()}): give {recipe}other rates, or more steps."
             )
         self.steps.clear()

@@ -135,7 +135,9 @@ class TrainingSettings:
         None, PARTS, "DSpark: learn the chance that each proposal is accepted. Default: with --head dspark."
     )
     freeze_init: bool = _setting(
-        False, PARTS, "Train only the parts added to a trained drafter, or, if none is added, those that it has."
+        False,
+        PARTS,
+        "With init: train only the added parts, such as a head. If none is added, train those that init already has.",
     )
     mask_token_id: int | None = _setting(
         None, DRAFTER, "Id that fills a block. Default: the mask token, or an unused id."
@@ -290,15 +292,15 @@ class TrainingSettings:
             (
                 self.features is not None and self.shard_target,
                 f"features={self.features!r} and shard_target: one process writes features with the whole target; leave "
-                "either out.",
+                "one of them out.",
             ),
             (
                 bool(self.from_target) and has_init,
-                f"init={self.init!r} and from_target: a drafter begins with one of them; leave either out.",
+                f"init={self.init!r} and from_target: a drafter begins with one of them; leave the other out.",
             ),
             (
                 self.freeze_init and has_lora,
-                f"{lora} and freeze_init: one changes the weights of init and the other keeps them; leave either out.",
+                f"{lora} and freeze_init: one changes the weights of init and the other keeps them; leave one of them out.",
             ),
             (
                 self.freeze_init and self.shard,

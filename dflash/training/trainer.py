@@ -284,7 +284,10 @@ class Trainer:
             )
 
     def measure(self, held_out: Prompts) -> Facts:
-        """A point of the curve: the counts since the last one, if any, and true acceptance on the `held_out` prompts."""
+        """A point of the curve: the training counts since the last point, and the true acceptance on the `held_out` prompts.
+
+        Without a step since then it has no counts.
+        """
         accelerator = self.accelerator
         point: Facts = {"step": self.step_number}
         if self.counts is not None:

@@ -36,7 +36,7 @@ def check_upload(settings: TrainingSettings) -> None:
 
 @dataclass
 class Uploads:
-    """What a run has uploaded. It uploads no checkpoint of step 0, which is the drafter that the run begins with."""
+    """Uploads a run's checkpoints, and remembers the last one. That of step 0, with which the run begins, is not uploaded."""
 
     folder: Path
     repo_id: str | None
@@ -44,7 +44,10 @@ class Uploads:
     step: int = 0
 
     def add(self, step: int, is_last: bool = False) -> None:
-        """Uploads the checkpoint of `step` in one commit, if it is new or the run's last; a new repository is private."""
+        """Uploads the checkpoint of `step` in one commit, if it is new or the run's last; a new repository is private.
+
+        A failure is announced and not raised.
+        """
         from huggingface_hub import HfApi
 
         is_old = step == self.step and not is_last

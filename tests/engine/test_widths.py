@@ -144,15 +144,15 @@ def test_a_busy_moment_does_not_decide_what_a_step_costs() -> None:
 
 def test_tokens_of_wider_steps_are_those_of_the_failed_draft() -> None:
     """Promise: a draft that failed says what all widths give; a draft that was accepted says nothing bad of wider ones."""
-    known, costs = Experience(WIDEST), StepCosts()
+    known = Experience(WIDEST)
     for _ in range(200):
-        known.add_draft(WIDEST, [range(1, 6), range(1, 10)], costs)
+        known.add_draft(WIDEST, [range(1, 6), range(1, 10)])
     assert known.tokens == pytest.approx({0: 1, 3: 4, 7: 1 + (5 + 7) / 2, 15: 1 + (5 + 9) / 2}, abs=1e-3)
     for _ in range(200):
-        known.add_draft(3, [range(1, 4)], costs)
+        known.add_draft(3, [range(1, 4)])
     assert known.tokens == pytest.approx({0: 1, 3: 4, 7: 8, 15: 16}, abs=1e-3)
     for _ in range(200):
-        known.add_draft(7, [[2, 6, 7]], costs)  # columns of a tree
+        known.add_draft(7, [[2, 6, 7]])  # columns of a tree
     assert known.tokens == pytest.approx({0: 1, 3: 2, 7: 4, 15: 4}, abs=1e-3)
 
 

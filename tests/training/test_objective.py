@@ -198,6 +198,25 @@ def test_dominos_head_reads_the_true_tokens_from_the_anchor_on(target: PreTraine
     head_learns(drafter, target, own, scores_of, 16)
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"selector_rank": 3, "selector_top_k": 4},
+        {"gru_hidden_dim": 6, "emb_dim": 4},
+        {"markov_rank": 3, "markov_head_type": "gated", "enable_confidence_head": True},
+    ],
+    ids=["selector", "domino", "dspark"],
+)
+def test_a_head_learns_the_same_under_autocast(head: dict[str, Any]) -> None:
+    """Known bug: Domino's state was in float32 and its gates in bfloat16, so that training with mixed precision raised."""
+    loss_of = DrafterLoss(FrozenTarget(make_target("qwen3", vocab_size=VOCAB), drafter_of(**head).float()))
+    loss, _ = loss_of(batch_of(EXAMPLE))
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed, _ = loss_of(batch_of(EXAMPLE))
+    mixed.backward()
+    assert mixed.item() == pytest.approx(loss.item(), rel=0.1)
+
+
 def test_states_read_before_give_the_same_loss(target: PreTrainedModel) -> None:
     pair, batch, settings = FrozenTarget(target, drafter_of()), batch_of(EXAMPLE), TrainingSettings(loss="forward_kl")
     states, online = pair(batch, wants_states=True), DrafterLoss(pair, settings)(batch)[0]

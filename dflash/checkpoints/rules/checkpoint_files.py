@@ -189,7 +189,7 @@ def read_target(name: str) -> TargetFiles:
 
 
 def local_folder(name: str | os.PathLike[str], what: str, **options: Any) -> Path:
-    """The folder of this name, or else that of [`downloaded`]."""
+    """The folder of this name, or else that of [`downloaded`]; ValueError if there is neither."""
     folder = Path(name).expanduser()
     return folder if folder.is_dir() else downloaded(str(name), what, **options)
 

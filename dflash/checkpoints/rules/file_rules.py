@@ -183,7 +183,10 @@ def _other_code(folder: Path) -> list[str]:
 
 
 def forward_parameters(path: Path, name: str) -> set[str] | None:
-    """Argument names of the forward of class `name`, from the text of `path`; `None` if there is no such class."""
+    """Argument names of the forward of class `name`, from the text of `path`; empty if it has no forward.
+
+    `None` if the text cannot be parsed or has no such class.
+    """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
