@@ -10,7 +10,8 @@
 The first four measure the embedded pair on its held-out problems, with `--domino` its second drafter. Ways of decoding take turns
 on the same prompts, and their texts are compared.
 
-batch: throughput at several batch sizes against `target.generate` at the same batch, padded on the left.
+batch: throughput at several batch sizes against `target.generate` at the same batch, padded on the left, with as many proposals as
+    pay, too, and so with a drafter of random weights.
 conversation: time to the first token of a follow-up question with a kept conversation, against starting afresh.
 sampling: acceptance at temperature 1 by what is proposed; and token-by-token rejection against block verification, for a
     scripted drafter whose distribution is known.
@@ -60,7 +61,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=int, default=40, help="prompts of each source; of conversation: chats of six turns"
     )
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16, 32, 64])
     parser.add_argument("--domino", action="store_true", help="the embedded drafter with Domino's head")
     parser.add_argument("--target", help="folder or Hub id")
     parser.add_argument("--drafter", type=Path, help="folder that `dflash train` wrote")
@@ -91,14 +92,23 @@ def batch(args: argparse.Namespace) -> None:
     if (largest := max(args.batch_sizes)) > len(prompts):
         raise SystemExit(f"A batch of {largest} is not filled by {len(prompts)} prompts: give smaller --batch-sizes.")
     spec_generate(drafter, target, prompts[0][None], max_new_tokens=8, **GREEDILY)  # warm-up
+    torch.manual_seed(0)
+    useless = DFlashDraftModel(drafter.config).eval()
+    runs = {
+        PLAIN: target.generate,
+        "dflash": partial(spec_generate, drafter, target, **ALONE),
+        "dflash adaptive": partial(spec_generate, drafter, target, adaptive=True, **ALONE),
+        "random drafter adaptive": partial(spec_generate, useless, target, adaptive=True, **ALONE),
+    }
     summary, stop_id = [], target.generation_config.eos_token_id
     for size in args.batch_sizes:
-        seconds, num_tokens, num_identical = {PLAIN: 0.0, "dflash": 0.0}, 0, 0
+        seconds, num_tokens, num_identical = dict.fromkeys(runs, 0.0), 0, 0
         batches = [prompts[begin : begin + size] for begin in range(0, len(prompts) - size + 1, size)]
         for chosen in track(batches, description=f"batch {size}"):
-            took, texts = _both_ways(target, drafter, chosen, args)
+            took, texts = _all_ways(runs, target, chosen, args)
             seconds = {name: seconds[name] + took[name] for name in seconds}
-            num_identical += sum(map(torch.equal, texts["dflash"], texts[PLAIN]))
+            for place, text in enumerate(texts[PLAIN]):
+                num_identical += all(torch.equal(of_way[place], text) for of_way in texts.values())
             num_tokens += sum([*text, stop_id].index(stop_id) + (stop_id in text) for text in texts[PLAIN].tolist())
         row = {"batch_size": size, "prompts": size * len(batches), "identical": num_identical, "tokens": num_tokens}
         row["tokens_per_second"] = {name: round(num_tokens / taken, 1) for name, taken in seconds.items()}
@@ -106,13 +116,12 @@ def batch(args: argparse.Namespace) -> None:
     finish(args.output, "batch", (target, drafter), decoding=_decoding(args), summary=summary)
 
 
-def _both_ways(target: Any, drafter: Any, prompts: list[torch.Tensor], args: argparse.Namespace) -> tuple[Any, Any]:
-    """Seconds, the median of the repeats, and new tokens [B, N] of both ways on a batch."""
+def _all_ways(runs: Any, target: Any, prompts: list[torch.Tensor], args: argparse.Namespace) -> tuple[Any, Any]:
+    """Seconds, the median of the repeats, and new tokens [B, N] of each way on a batch."""
     pad = partial(pad_sequence, batch_first=True, padding_side="left")
     ids = pad(prompts, padding_value=target.generation_config.pad_token_id)
     mask = pad([torch.ones_like(prompt) for prompt in prompts])
     asked: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": args.max_new_tokens, "do_sample": False}
-    runs = {PLAIN: target.generate, "dflash": partial(spec_generate, drafter, target, **ALONE)}
     times: dict[str, list[float]] = {name: [] for name in runs}
     texts: dict[str, torch.Tensor] = {}
     for name in turns(runs, args.repeats):
