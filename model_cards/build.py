@@ -30,7 +30,7 @@ CARD = """\
 
 # {id}
 
-A [DFlash](https://arxiv.org/abs/2602.06036) drafter for {target}: a small network that proposes {proposals} in one forward.
+{family} for {target}: a small network that proposes {proposals} in one forward.
 The target checks them in one forward of its own, and every token of the text is the target's choice. The drafter is not a
 language model by itself.
 
@@ -74,7 +74,7 @@ decoding of the same target.
   year      = {{2026}},
   url       = {{https://arxiv.org/abs/2602.06036}}
 }}
-```
+```{method}
 """
 
 LIBRARY = """\
@@ -113,15 +113,17 @@ output = target.generate(
 VLLM = """\
 ```bash
 vllm serve {target} \\
-  --speculative-config '{{"method": "dflash", "model": "{id}"{proposals}}}'
-```
+  --speculative-config '{{"method": "{method}", "model": "{id}"{proposals}}}'
+```"""
 
-The drafter needs an attention backend with non-causal attention, such as `--attention-backend flash_attn`."""
+NON_CAUSAL = (
+    "The drafter needs an attention backend with non-causal attention, such as `--attention-backend flash_attn`."
+)
 
 SGLANG = """\
 ```bash
 python -m sglang.launch_server --model-path {target} --trust-remote-code{hybrid} \\
-  --speculative-algorithm DFLASH --speculative-draft-model-path {id}{width}
+  --speculative-algorithm {algorithm} --speculative-draft-model-path {id}{width}
 ```"""
 
 TRTLLM = """\
@@ -176,10 +178,22 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def num_proposals(drafter: dict[str, Any]) -> int | None:
-    """Tokens that one forward proposes: one fewer than the block has, unless the anchor's position proposes too."""
+def family_of(data: dict[str, Any], drafter: dict[str, Any]) -> dict[str, Any]:
+    """The method that the drafter was trained for, with its names in engines."""
+    return data["families"][data["dialects"][drafter["dialect"]]["family"]]
+
+
+def num_proposals(data: dict[str, Any], drafter: dict[str, Any]) -> int | None:
+    """Tokens that one forward proposes: one fewer than the block has, unless the layout's anchor proposes too."""
     block_size = drafter["block_size"]
-    return block_size if block_size is None or drafter["dialect"] == "deepseek" else block_size - 1
+    if block_size is None or data["dialects"][drafter["dialect"]]["anchor_proposes"]:
+        return block_size
+    return block_size - 1
+
+
+def is_causal_alone(drafter: dict[str, Any]) -> bool:
+    """Whether every layer is causal inside the block."""
+    return drafter["is_causal"] is True and drafter["sliding_layers"] in (0, drafter["num_layers"])
 
 
 def attention(drafter: dict[str, Any]) -> str:
@@ -188,7 +202,7 @@ def attention(drafter: dict[str, Any]) -> str:
     if sliding is None:
         return NOT_PUBLISHED if window is None else f"window {window}; which layers: {NOT_PUBLISHED}"
     if sliding == 0:
-        return f"{layers} full, bidirectional in the block"
+        return f"{layers} full, {'causal' if drafter['is_causal'] else 'bidirectional'} in the block"
     causal = "bidirectional" if drafter["is_causal"] is False else "causal"
     parts = [f"{sliding} sliding (window {window}), {causal} in the block"]
     if sliding < layers:
@@ -196,7 +210,7 @@ def attention(drafter: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def metadata(drafter: dict[str, Any]) -> str:
+def metadata(data: dict[str, Any], drafter: dict[str, Any]) -> str:
     """The card's front matter, which the Hub reads."""
     license_, target = drafter["license"] or {}, drafter["target"]["id"]
     fields = {
@@ -207,7 +221,8 @@ def metadata(drafter: dict[str, Any]) -> str:
         "library_name": "transformers",
         "pipeline_tag": drafter["pipeline_tag"],
     }
-    tags = ["dflash", "speculative-decoding", "block-diffusion", "draft-model"]
+    family = data["dialects"][drafter["dialect"]]["family"]
+    tags = [*dict.fromkeys(("dflash", family)), "speculative-decoding", "block-diffusion", "draft-model"]
     return "\n".join(
         [*(f"{name}: {value}" for name, value in fields.items() if value), "tags:", *(f"- {t}" for t in tags)]
     )
@@ -315,17 +330,24 @@ def engine_section(data: dict[str, Any], drafter: dict[str, Any], engine: str) -
         return f"{heading}{NOT_KNOWN.capitalize()}{why}."
     if verdict["serves"] is False:
         return f"{heading}Does not serve it: {verdict['text']} ({source})."
-    proposals = num_proposals(drafter)
+    if verdict["text"]:  # by another command than the usual one
+        return f"{heading}Serves it: {verdict['text']} ({source})."
+    dialect, family = data["dialects"][drafter["dialect"]], family_of(data, drafter)
+    proposals = num_proposals(data, drafter)
     count = "N" if proposals is None else str(proposals)
     if engine == "vllm":
-        # A speculators config holds the number of proposals; with other layouts the user gives it.
-        given = "" if drafter["dialect"] == "speculators" else f', "num_speculative_tokens": {count}'
-        code = VLLM.format(**names, proposals=given)
+        # Where the config does not hold the number of proposals the user gives it.
+        given = "" if dialect["states_proposals"] else f', "num_speculative_tokens": {count}'
+        code = VLLM.format(**names, method=family["vllm"], proposals=given)
+        if not is_causal_alone(drafter):
+            code += f"\n\n{NON_CAUSAL}"
     elif engine == "sglang":
         flag = data["target_support"][drafter["target"]["kind"]]["sglang_flag"]
-        # SGLang counts the anchor too. Without the option it reads the config.
-        width = f" --speculative-num-draft-tokens {proposals + 1}" if proposals else ""
-        code = SGLANG.format(**names, hybrid=f" {flag}" if flag else "", width=width)
+        # SGLang counts the anchor too. Without the option it reads the config, as it should for an anchor that proposes.
+        width = (
+            f" --speculative-num-draft-tokens {proposals + 1}" if proposals and family["sglang"] == "DFLASH" else ""
+        )
+        code = SGLANG.format(**names, algorithm=family["sglang"], hybrid=f" {flag}" if flag else "", width=width)
     elif engine == "trtllm":
         code = TRTLLM.format(**names, proposals=count)
     else:
@@ -334,8 +356,9 @@ def engine_section(data: dict[str, Any], drafter: dict[str, Any], engine: str) -
     if drafter["target"]["id"] is None:
         stand_ins.append(stand_in(drafter))
     if proposals is None and ("N}" in code or "=N" in code):
-        stand_ins.append("`N` is one less than the `block_size` of the checkpoint's config.json")
-    command = cite(data, drafter, data["commands"][engine])
+        size = "" if dialect["anchor_proposes"] else "one less than "
+        stand_ins.append(f"`N` is {size}the `block_size` of the checkpoint's config.json")
+    command = cite(data, drafter, family["commands"].get(engine) or data["commands"][engine])
     note = f"\n\n{'. '.join(stand_ins)}." if stand_ins else ""
     return f"{heading}{code}{note}\n\nKnown from {source}; the form of the command from {command}."
 
@@ -383,12 +406,16 @@ def limits(data: dict[str, Any], drafter: dict[str, Any]) -> str:
 
 def card(data: dict[str, Any], drafter: dict[str, Any]) -> str:
     """The whole card of one drafter."""
-    target, proposals = drafter["target"], num_proposals(drafter)
+    target, proposals, family = drafter["target"], num_proposals(data, drafter), family_of(data, drafter)
+    named = f"[{family['name']}]({family['url']})"
+    is_dflash = family is data["families"]["dflash"]
     return CARD.format(
         id=drafter["id"],
         target=f"[{target['id']}](https://huggingface.co/{target['id']})" if target["id"] else target["name"],
+        family=f"A {named} drafter" if is_dflash else f"A {named} drafter, of the DFlash family,",
+        method="" if is_dflash else f"\n\nThe drafter's own method: {named}.",
         proposals="several tokens" if proposals is None else f"{proposals} tokens",
-        metadata=metadata(drafter),
+        metadata=metadata(data, drafter),
         facts=facts(data, drafter),
         fact_sources=", ".join(cite(data, drafter, source) for source in drafter["facts"]),
         not_published=NOT_PUBLISHED,
@@ -406,7 +433,7 @@ def index(data: dict[str, Any]) -> str:
     rows = []
     for drafter in data["drafters"]:
         serves = [words[engine_verdict(data, drafter, engine)["serves"]] for engine in ENGINES]
-        name, runs = f"[{drafter['id']}]({file_name(drafter)})", words[library_verdict(data, drafter)[0]]
+        name, runs = f"[{drafter['id']}]({file_name(data, drafter)})", words[library_verdict(data, drafter)[0]]
         shape = [shown(drafter["block_size"]), shown(drafter["num_layers"])]
         rows.append([name, drafter["target"]["name"], *shape, runs, *serves])
     header = ["drafter", "target", "block", "layers", "this library", *ENGINES.values()]
@@ -419,14 +446,16 @@ def index(data: dict[str, Any]) -> str:
     )
 
 
-def file_name(drafter: dict[str, Any]) -> str:
-    """The name of the drafter's card."""
-    return f"{drafter['id'].split('/')[1]}.md"
+def file_name(data: dict[str, Any], drafter: dict[str, Any]) -> str:
+    """The name of the drafter's card: without its publisher, unless two publishers chose the same name."""
+    name = drafter["id"].split("/")[1]
+    is_shared = sum(other["id"].split("/")[1].lower() == name.lower() for other in data["drafters"]) > 1
+    return f"{drafter['id'].replace('/', '-') if is_shared else name}.md"
 
 
 def pages(data: dict[str, Any]) -> dict[str, str]:
     """The text of every file that this script owns, by name."""
-    return {file_name(drafter): card(data, drafter) for drafter in data["drafters"]} | {"README.md": index(data)}
+    return {file_name(data, drafter): card(data, drafter) for drafter in data["drafters"]} | {"README.md": index(data)}
 
 
 def stale(folder: Path, wanted: dict[str, str]) -> list[str]:
