@@ -106,7 +106,6 @@ DSPARK_DEFAULTS = {
     "markov_head_type": "vanilla",
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
-    "sample_from_anchor": True,
 }
 
 # Fields at the top of a config that are read or refused, or that do not change what a drafter computes.
@@ -338,11 +337,19 @@ def _read_speculators(fields: dict[str, Any]) -> dict[str, Any]:
         read["rope_parameters"] = rope["sliding_attention"]
     read |= {name: fields[name] for name in BESIDE_THE_LAYER_CONFIG if fields.get(name) is not None}
     if kind == "dspark":
-        read = DSPARK_DEFAULTS | read
+        read = DSPARK_DEFAULTS | {"sample_from_anchor": _anchor_proposes(fields)} | read
     read["target_layer_ids"] = _layers_of_states(fields.get("aux_hidden_state_layer_ids"))
     if fields.get("sliding_window_non_causal"):
         read["is_causal"] = False
     return _with_windows({**read, "model_type": "qwen3", "dflash_config": {}})
+
+
+def _anchor_proposes(fields: dict[str, Any]) -> bool:
+    """What the number of proposals says of a DSpark drafter's anchor: it is silent if they are one fewer than positions."""
+    methods = (fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    num_proposals = methods[0].get("speculative_tokens")
+    block_size = fields.get("block_size")
+    return num_proposals is None or block_size is None or num_proposals != block_size - 1
 
 
 def _read_assistant(fields: dict[str, Any]) -> dict[str, Any]:
