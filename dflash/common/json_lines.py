@@ -43,7 +43,7 @@ class JsonLines:
             raise self._unwritten(f"{self._own} cannot be written", error) from error
 
     def join(self, lines: Iterable[bytes]) -> None:
-        """Puts `lines` into the file and deletes the other parts; after an OSError all parts stay."""
+        """Replaces what the file holds by `lines` and deletes the other parts; after an OSError all parts stay."""
         try:
             with replaced(self.path) as aside, aside.open("wb") as file:
                 _write(file, lines)

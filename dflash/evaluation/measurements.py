@@ -43,7 +43,7 @@ class Measurement:
     num_tokens: int
     num_forwards: int
     acceptance_lengths: list[int]
-    is_identical: bool
+    is_identical: bool  # whether every repeat gives the first method's first text
     seconds: list[float]
     seconds_to_first_token: list[float]
     num_compilations: int = 0
@@ -119,8 +119,8 @@ def measured(task: str, prompt_index: int, rounds: Sequence[Runs]) -> list[Measu
 def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] = ()) -> list[Row]:
     """One row per task and method: speed, speed-up over the first method, tau, tokens per step, identical texts.
 
-    A prompt counts with the median of its repeats; speeds are total tokens over total seconds. The speed-up has two
-    spreads: over prompts (10th and 90th percentile of the per-prompt ratios), and over repeats of the whole task. Both
+    A prompt counts with the median of its repeats; speeds are total tokens over total seconds. The speed-up is
+    the first method's seconds over its own, and has two spreads: over prompts (10th and 90th percentile of the per-prompt ratios), and over repeats of the whole task. Both
     means of tau are given: over verify steps (micro) and over prompts (macro). Neither counts steps with looked-up tokens.
     The time of a step or token counts everything after the first token, the drafter's share included. Fields from
     `profiles` begin with `profiled_`.
@@ -196,7 +196,7 @@ def _acceptance(chosen: Sequence[Measurement]) -> Row:
 
 
 def _profiled(profiles: Sequence[Profile]) -> Row:
-    """Fields of a row: means over all steps of the profiled prompts."""
+    """Fields of a row: means over all steps of the profiled prompts; of memory the largest."""
     if not profiles:
         return {}
     steps = sum(p.num_steps for p in profiles)

@@ -25,7 +25,7 @@ from pathlib import Path
 class Limits:
     """Limits of a program: time until it is killed, processor time, address space, and size of its output.
 
-    SECURITY.md states them.
+    SECURITY.md states them. `unsafe_code` is no limit: it lets a program run where nothing confines it.
     """
 
     wall_seconds: float = 20.0

@@ -51,8 +51,8 @@ class Path:
 class CausalHead:
     """Chooses a path from the anchor through the most probable tokens of each position, token by token.
 
-    A new head gives `weights`, `features`, `rows`, `inputs`, `read` and `vector`. The first three take all positions of a block at once. The
-    other two run once a position, on M paths at once, so each of their operations counts. The score of a candidate is its logit
+    A new head gives `weights`, `features`, `rows`, `inputs`, `read` and `vector`. `features`, `rows` and `inputs` take all positions of a
+    block at once. `read` and `vector` run once a position, on M paths at once, so each of their operations counts. The score of a candidate is its logit
     plus the dot product of its row and `vector`; a head that scores otherwise replaces `scores`. An object is made for each
     block, of a drafter's weights as they are then.
     """
@@ -86,7 +86,10 @@ class CausalHead:
         raise NotImplementedError
 
     def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The vectors [M, E] of positions with features [M, F] after the tokens in the states."""
+        """The vectors [M, E], whose products with candidates' rows are added to their logits.
+
+        Of positions with features [M, F], after the tokens in the states.
+        """
         raise NotImplementedError
 
     def scores(

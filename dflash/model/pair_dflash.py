@@ -28,7 +28,7 @@ logger = logging.get_logger(__name__)
 
 SETTINGS = "dflash.json"
 COMMIT = re.compile("[0-9a-f]{40}")
-# Names of the cache in `generate` and its outputs. transformers 5.24 renamed it.
+# A copy of that in `cache_dflash`: this file stands alone in a pair's folder.
 CACHE_NAMES = ("cache", "past_key_values")
 # Fields of the loop's output that `model.dflash_stats` holds.
 STATISTICS = ("tau", "tau_with_lookup", "tokens_per_step", "acceptance_lengths")

@@ -44,7 +44,7 @@ def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False)
         )
     if manifest.exists() and not resume and not overwrite:
         raise ValueError(
-            f"{path} holds another run: pass resume (--resume) to go on with it, overwrite (--overwrite) to begin anew, or "
+            f"{path} holds a run: pass resume (--resume) to go on with it, overwrite (--overwrite) to begin anew, or "
             "choose another output."
         )
 

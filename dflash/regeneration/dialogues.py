@@ -38,8 +38,8 @@ class _Sequence:
 class Dialogue:
     """One row in progress: the assistant's turns are written anew in order, each after the new ones before it.
 
-    `encode` gives the ids of messages. A row of messages has `questions`: those before each answer. Another has
-    `prompt_ids`, and its prompt's text in `columns`.
+    `encode` gives the ids of messages. A row of messages has `questions`: those before each answer. A row that is no
+    chat has `prompt_ids`; `columns` holds its prompt's text if the row had a `prompt`.
     """
 
     def __init__(

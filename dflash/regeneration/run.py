@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.common.acceptance import tau
-from dflash.common.files import only_writer
+from dflash.common.files import check_output, only_writer
 from dflash.common.fingerprints import fingerprint
 from dflash.common.messages import counted
 from dflash.common.processes import Processes
@@ -95,7 +95,7 @@ class RegenerationRun(Run):
     def begin_trace(self, writer: Any, tokenizer: Any, resume: bool) -> None:
         """Opens the trace, if there is one, for `writer` to add its texts and rejected drafts to.
 
-        Without `resume` an older trace is deleted.
+        Without `resume` the file begins anew.
         """
         if self.trace is not None:
             rank = self.processes.rank
@@ -144,6 +144,8 @@ def regenerate_data(
     name = os.fspath(data) if isinstance(data, (str, os.PathLike)) else None
     _check_output(path, name, resume, overwrite)
     is_locked = run.is_locked or not processes.is_first
+    if run.trace is not None and not is_locked:
+        check_output(run.trace, overwrite or resume)
     with unwarned_of_length(tokenizer), nullcontext() if is_locked else only_writer(path):
         source = opened(data, settings)
         seen = SeenRows()

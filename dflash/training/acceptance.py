@@ -80,7 +80,7 @@ def measure_acceptance(drafter: Any, target: PreTrainedModel, prompts: Prompts, 
                 torch.tensor([list(prompt)], device=target.device),
                 max_new_tokens=max_new_tokens,
                 temperature=0.0,
-                compile=False,  # a near-tie must not depend on how many steps this process has run before
+                compile=False,  # a near-tie must not depend on how long this process has decoded before
                 prompt_lookup_num_tokens=0,
             )
             for block in blocks:

@@ -301,15 +301,18 @@ def mixed(
     places = []
     for number, part in enumerate(parts, start=1):
         kept = []
+        left_out_of_part: Counter[str] = Counter()
         for place, length in enumerate(lengths_of(part)):
             reason = _reason(part, place, length, settings, digests)
             if reason is None:
                 kept.append(place)
             else:
-                left_out[reason] += 1
+                left_out_of_part[reason] += 1
         if not kept:
-            remedy = "give another min_length or max_length, or leave it out"
-            raise ValueError(f"Part {number} of the data has no sequence left ({in_words(left_out)}): {remedy}.")
+            reasons = in_words(left_out_of_part)
+            remedy = "give another min_length or max_length, turn deduplicate off, or leave this part out"
+            raise ValueError(f"Part {number} of the data has no sequence left ({reasons}): {remedy}.")
+        left_out += left_out_of_part
         places.append(kept)
     shares = [weight for weight in weights if weight is not None]
     if shares:

@@ -17,7 +17,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class FusedBlocks(torch.autograd.Function):
-    """Softmax attention of `query` to the context's keys and those of its own block; without dropout, and scaled before."""
+    """Softmax attention of `query` to the context's keys and those of its own block; without dropout; the caller has scaled `query`."""
 
     @staticmethod
     def forward(

@@ -387,8 +387,8 @@ def _changed_drafter(
     if "conv_kernel_size" in added and config.input_embedding_scale is None:
         if hasattr(target.get_input_embeddings(), "embed_scale"):
             raise ValueError(
-                f"conv_kernel_size={added['conv_kernel_size']}: convolutions read the target's embeddings as they are, and "
-                f"init={settings.init!r} reads them scaled: leave it out."
+                f"conv_kernel_size={added['conv_kernel_size']} cannot be added to init={settings.init!r}, which reads the target's "
+                "embeddings scaled; convolutions read them unscaled: leave conv_kernel_size out."
             )
         changes["input_embedding_scale"] = 1.0
     if settings.sliding_window is not None:

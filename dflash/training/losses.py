@@ -24,6 +24,7 @@ CHUNK_LOGITS = 2**26
 # The paper's decay for its block sizes.
 PAPER_GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
 
+# Names of the losses that `_losses_of_rows` computes; `settings.LossName` is the flag.
 # ce, as in the paper: -log q(token of the data). forward_kl, as in JetSpec: KL(p || q) of the target's p and the drafter's q.
 LOSSES = ("ce", "forward_kl")
 

@@ -53,7 +53,7 @@ def build_optimizers(
 def group_names(optimizers: Sequence[Optimizer]) -> list[str]:
     """The weights that each group of `build_optimizers` trains, in order: `muon_matrices`, `adamw_tables`, `adamw_norms`.
 
-    The groups do not hold the names, because a saved training state holds the groups.
+    Computed here and not kept in the groups: a training state holds the groups, and its form must not change.
     """
     names = []
     for optimizer in optimizers:

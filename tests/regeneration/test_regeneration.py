@@ -450,6 +450,18 @@ def test_streamed_rows_are_answered_as_far_as_they_are_asked_for(
     assert len(read_so_far) == 5
 
 
+def test_a_trace_of_an_earlier_run_is_not_lost(target: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Known bug: a call from Python deleted the file, whatever it held; the command asked first."""
+    trace, output = tmp_path / "trace.jsonl", tmp_path / "r.jsonl"
+    trace.write_text("mine\n")
+    writer = TargetWriter(target, make_drafter())
+    with pytest.raises(ValueError, match=r"trace\.jsonl exists: pass overwrite"):
+        regenerate_data(writer, tokenizer, CHATS[:1], output, SETTINGS, run=RegenerationRun(trace=trace))
+    assert trace.read_text() == "mine\n"
+    regenerate_data(writer, tokenizer, CHATS[:1], output, SETTINGS, overwrite=True, run=RegenerationRun(trace=trace))
+    assert read(trace)
+
+
 def test_an_output_that_holds_something_else_is_refused(target: Any, tokenizer: Any, tmp_path: Path) -> None:
     output, writer = tmp_path / "r.jsonl", TargetWriter(target)
 
@@ -458,7 +470,7 @@ def test_an_output_that_holds_something_else_is_refused(target: Any, tokenizer: 
 
     write()
     before = output.read_bytes()
-    with pytest.raises(ValueError, match=r"holds another run: pass resume \(--resume\).*--overwrite"):
+    with pytest.raises(ValueError, match=r"holds a run: pass resume \(--resume\).*--overwrite"):
         write()
     with pytest.raises(ValueError, match=r"other settings \(max_new_tokens: 10, now 9; temperature: 0.0, now 0.5\)"):
         write(replace(SETTINGS, max_new_tokens=9, temperature=0.5), resume=True)
