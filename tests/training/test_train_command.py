@@ -685,7 +685,7 @@ def test_convolutions_are_not_added_where_the_drafter_reads_scaled_embeddings(tm
     begun = new_drafter(target, mask_token_id=90, num_hidden_layers=1)
     target.get_input_embeddings().embed_scale = torch.tensor(8.0)
     settings = TrainingSettings(init="org/drafter", conv_kernel_size=2, conv_group_size=8)
-    with pytest.raises(ValueError, match="conv_kernel_size=2: convolutions read the target's embeddings as they are"):
+    with pytest.raises(ValueError, match="conv_kernel_size=2 cannot be added to init='org/drafter'"):
         make_drafter(target, make_tokenizer(), settings, begun)
 
 
