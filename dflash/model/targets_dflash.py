@@ -156,7 +156,7 @@ class Layout:
     ) -> Any:
         """The additive mask of columns at `positions`, by layer type where types differ.
 
-        `ancestors` [S, S] are the columns of a tree that each column sees; `None`: a chain.
+        `ancestors` [B, S, S] are the columns of a tree that each column sees; `None`: a chain.
         """
 
         def of_window(window: int | None) -> torch.Tensor:
