@@ -20,7 +20,7 @@ from .options import Options
 from .recorded import RecordedRunner
 from .state import PairState
 from .steps import WholeRunner, why_not
-from .trees import TreeAcceptance, TreeCache, TreeProposals, TreeProposer, verify_trees
+from .trees import TreeAcceptance, TreeCache, TreeProposals, TreeProposer
 from .widths import WidthProposer
 from .windows import WindowedCache, WindowedContext
 
@@ -110,7 +110,8 @@ class TreeRunner(EagerRunner):
         if not isinstance(proposals, TreeProposals):
             return super().verify(token_ids, proposals)
         cache: Any = self.conversation.target_cache  # a `TreeCache`
-        return verify_trees(self.target, token_ids, cache, proposals)
+        with cache.recording(token_ids.shape[1], proposals.ancestors):
+            return self.target.verify_columns(token_ids, cache, proposals.depths, proposals.ancestors)
 
     def keep(self, step: Step, num_kept: list[int]) -> None:
         """As `EagerRunner.keep`."""

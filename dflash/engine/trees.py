@@ -18,12 +18,10 @@ import torch
 from torch.nn import functional
 
 from dflash.model.acceptance_dflash import TARGET_BROKE, Acceptance, Acceptor, Proposals, checked
-from dflash.model.attention_dflash import step_attention
 from dflash.model.cache_dflash import PreallocatedCache, RunningState, in_this_thread, to_host
 from dflash.model.drafting_dflash import DraftProposer
 from dflash.model.heads_dflash import CausalHead
 from dflash.model.sequences_dflash import TextSequence
-from dflash.model.targets_dflash import Target, masked_forward
 
 
 TREE_BRANCHES = 8  # most probable tokens of a position that a tree considers without a head
@@ -44,37 +42,25 @@ class TreeAcceptance(Acceptance):
 
 
 def rows_at(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Rows [B, N, ...] at places [B, ...] of each sequence."""
+    """Rows [B, N, ...] at places [B, M] of each sequence."""
+    places = places.to(rows.device)
     sequences = torch.arange(len(places), device=rows.device)
-    sequences = sequences.view(-1, *[1] * (places.dim() - 1))
-    return rows[sequences, places.to(rows.device)]
+    return rows[sequences[:, None], places]
 
 
 @dataclass(frozen=True)
 class TreeProposals(Proposals):
     """Proposals as nodes of a tree for each sequence, in columns 1, 2, …, each after its parent. Column 0 is the anchor."""
 
-    drafted_parents: torch.Tensor = field(kw_only=True)  # columns, [B, m]
-
-    @cached_property
-    def parents(self) -> torch.Tensor:
-        """The column of each node's parent, [B, n]. What a lookup proposes is a chain."""
-        num_nodes = self.token_ids.shape[1]
-        chain = torch.arange(num_nodes, device=self.token_ids.device)
-        rows = []
-        for place, parents in enumerate(self.drafted_parents):
-            num_drafted = 0 if place in self.looked_up else len(parents)
-            row = torch.cat([parents[:num_drafted], chain[num_drafted:]])
-            rows.append(row[:num_nodes])
-        return torch.stack(rows)
+    parents: torch.Tensor = field(kw_only=True)  # their columns, [B, n]
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
         """Which columns each column sees, itself included, bool [B, S, S]."""
         earlier = functional.pad(self.parents, (1, 0))  # the anchor is before itself
-        num_sequences, width = earlier.shape
+        width = earlier.shape[1]
         itself = torch.eye(width, dtype=torch.bool, device=earlier.device)
-        sees = itself.expand(num_sequences, -1, -1)
+        sees = itself.expand(len(earlier), -1, -1)
         for _ in range(width.bit_length()):  # twice as far each time
             sees = sees | rows_at(sees, earlier)
             earlier = earlier.gather(1, earlier)
@@ -85,23 +71,19 @@ class TreeProposals(Proposals):
         """As `Proposals.depths`, of each sequence, [B, S]."""
         return self.ancestors.sum(-1) - 1
 
-    @cached_property
-    def _columns(self) -> list[dict[tuple[int, ...], int]]:
-        """For each sequence, the column of each node, by its parent's column and its token."""
-        nodes = torch.stack([self.parents, self.token_ids], dim=-1)
-        return [{tuple(node): column for column, node in enumerate(tree, start=1)} for tree in to_host(nodes)()]
-
     def walk(self, place: int, token_after: Callable[[int], int]) -> list[int]:
         """The columns of a sequence from the anchor on, as far as `token_after` a column is one of its children.
 
         Waits for the device.
         """
+        nodes = torch.stack([self.parents[place], self.token_ids[place]], dim=1)
+        column_of = {tuple(node): column for column, node in enumerate(to_host(nodes)(), start=1)}
         columns = []
         column: int | None = 0
         while column is not None:
             columns.append(column)
             token_id = token_after(column)
-            column = self._columns[place].get((column, token_id))
+            column = column_of.get((column, token_id))
         return columns
 
     def accept_match(self, choices: torch.Tensor, best: torch.Tensor) -> TreeAcceptance:
@@ -130,108 +112,85 @@ def in_front(is_chosen: torch.Tensor) -> torch.Tensor:
 # -- growing
 
 
-class NoHead(CausalHead):
-    """Scores candidates by their log-probabilities among all tokens, which it takes for logits."""
-
-    top_k = TREE_BRANCHES
-    state_size = 1
-
-    def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Unused."""
-        return hidden_states
-
-    def rows(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Unused."""
-        return token_ids
-
-    def inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Unused."""
-        return token_ids[..., None]
-
-    def read(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """Unused."""
-        return inputs
-
-    def scores(
-        self, features: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor, state: torch.Tensor
-    ) -> torch.Tensor:
-        """As given."""
-        return logits
-
-    def probabilities(self, scores: torch.Tensor, temperature: float) -> torch.Tensor:
-        """As given."""
-        return scores.exp()
+Found = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # of each depth: log-probabilities, parents, tokens
 
 
 def grown(
-    head: CausalHead,
+    head: CausalHead | None,
     hidden_states: torch.Tensor,  # [B, R, D]
     logits: torch.Tensor,  # [B, R, V]
     anchors: torch.Tensor,  # [B, 1]
     temperature: float,
     num_nodes: int,
 ) -> TreeProposals:
-    """The `num_nodes` most probable paths, best first, among those of each position's candidates.
+    """The `num_nodes` most probable paths through the candidates of each position, best first.
 
     Grown depth by depth: each path goes on from its own state, all of a depth at once. Probabilities only fall along a path, so
     as many paths of a depth as the tree has room for are enough. A tree with fewer nodes holds the first of them.
     """
     device = hidden_states.device
-    num_sequences, num_positions, vocab_size = logits.shape
-    top_k = min(head.top_k, vocab_size)
-    top = logits.topk(top_k)
-    token_ids = top.indices.to(device)
-    of_positions = (
-        head.features(hidden_states),
-        top.values.to(hidden_states),
-        head.rows(token_ids, torch.arange(num_positions, device=device)),
-    )
-    inputs = head.inputs(token_ids)  # [B, R, K, I]
-    inputs_before = head.inputs(anchors.to(device))  # of the paths' last tokens, [B, M, I]
-    state = hidden_states.new_zeros(num_sequences, head.state_size)
-    totals = torch.zeros(anchors.shape, device=device)  # log-probabilities of the paths
-    found: list[tuple[torch.Tensor, ...]] = []
+    top_k = TREE_BRANCHES
+    if head is None:
+        logits = (logits.float() / temperature).log_softmax(-1)
+    else:
+        top_k = head.top_k
+    top = logits.topk(min(top_k, logits.shape[-1]))
+    top_logits = top.values.to(device)
+    token_ids = top.indices.to(device)  # [B, R, K]
+    num_positions, top_k = token_ids.shape[1:]
+    if head is not None:
+        rows = head.rows(token_ids, torch.arange(num_positions, device=device))
+        of_positions = (head.features(hidden_states), top_logits.to(hidden_states), rows)
+        inputs = head.inputs(token_ids)  # [B, R, K, I]
+        previous = head.inputs(anchors.to(device))  # [B, M, I]
+        states = hidden_states.new_zeros(len(anchors), 1, head.state_size)  # [B, M, H]
+    totals = torch.zeros(anchors.shape, device=device)  # log-probabilities of M paths, [B, M]
+    found: Found = []
     first, num_found = 0, 1  # the anchor
     for position in range(num_positions):
-        width = totals.shape[1]
-        state = head.read(inputs_before.flatten(0, 1), state)
-        of_paths = [values[:, position].repeat_interleave(width, dim=0) for values in of_positions]
-        features, top_logits, rows = of_paths
-        scores = head.scores(features, top_logits, rows, state)
-        log_probs = head.probabilities(scores, temperature).log()
-        longer = totals[..., None] + log_probs.view(num_sequences, width, top_k)
-        longer = longer.flatten(1)
-        totals, indices = longer.topk(min(num_nodes - position, longer.shape[1]))
-        if device.type == "cpu":  # on a GPU reading the number would take longer than all paths
-            count = num_promising(totals, found, num_nodes)
-            totals, indices = totals[:, :count], indices[:, :count]
-        parents = indices // top_k
-        candidates = indices % top_k
-        found.append((totals, first + parents, token_ids[:, position].gather(1, candidates)))
-        first, num_found = num_found, num_found + totals.shape[1]
-        state = rows_at(state.unflatten(0, (num_sequences, width)), parents).flatten(0, 1)
-        inputs_before = rows_at(inputs[:, position], candidates)
-    totals, parents, token_ids = (torch.cat(values, dim=1) for values in zip(*found, strict=True))
-    # Equal ones stay in order, so parents come first.
-    order = totals.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
-    columns = torch.arange(1, order.shape[1] + 1, device=device).expand_as(order)
-    column_of = torch.zeros_like(functional.pad(totals, (1, 0)), dtype=torch.long)
-    column_of = column_of.scatter(1, order + 1, columns)
-    parents = column_of.gather(1, parents.gather(1, order))
-    return TreeProposals(
-        token_ids=token_ids.gather(1, order).to(anchors.device),
-        is_finite=~totals.isnan().any(1),
-        drafted_parents=parents.to(anchors.device),
-    )
+        log_probs = top_logits[:, position, None]
+        if head is not None:
+            width = totals.shape[1]
+            features, logits, rows = (values[:, position].repeat_interleave(width, dim=0) for values in of_positions)
+            states = head.read(previous.flatten(0, 1), states.flatten(0, 1))
+            scores = head.scores(features, logits, rows, states)
+            chances = head.probabilities(scores, temperature)
+            log_probs = chances.log().unflatten(0, totals.shape)
+        longer = (totals[..., None] + log_probs).flatten(1)
+        totals, places = longer.topk(min(num_nodes - position, longer.shape[1]))
+        if device.type == "cpu":  # a GPU would wait longer for the number than it saves
+            places = places[:, : num_promising(totals, found, num_nodes)]
+            totals = totals[:, : places.shape[1]]
+        parents = places // top_k
+        choices = places % top_k
+        found.append((totals, first + parents, token_ids[:, position].gather(1, choices)))
+        first, num_found = num_found, num_found + places.shape[1]
+        if head is not None:
+            states = rows_at(states.unflatten(0, (len(anchors), -1)), parents)
+            previous = rows_at(inputs[:, position], choices)
+    return best_of(found, num_nodes, anchors.device)
 
 
-def num_promising(totals: torch.Tensor, found: list[tuple[torch.Tensor, ...]], num_nodes: int) -> int:
-    """How many of the paths with log-probabilities `totals` [B, M], best first, a tree of those found so far has room for."""
+def num_promising(totals: torch.Tensor, found: Found, num_nodes: int) -> int:
+    """How many of the paths `totals` [B, M], best first, a tree has room for beside those that were found before."""
     known = torch.cat([totals, *(level[0] for level in found)], dim=1)
-    count = min(num_nodes, known.shape[1])
-    least = known.topk(count).values[:, -1:]
-    is_promising = ~(totals < least)  # NaN is
+    best = known.topk(min(num_nodes, known.shape[1]))
+    is_promising = totals >= best.values[:, -1:]
     return max(1, int(is_promising.sum(1).max()))
+
+
+def best_of(found: Found, num_nodes: int, device: torch.device) -> TreeProposals:
+    """The tree of the most probable paths."""
+    totals, parents, token_ids = (torch.cat(values, dim=1) for values in zip(*found, strict=True))
+    # Equal ones stay in order, and NaN comes last: so nodes come after their parents.
+    in_order = totals.nan_to_num(-torch.inf).sort(dim=1, descending=True, stable=True)
+    columns = functional.pad(in_order.indices.argsort(1) + 1, (1, 0))
+    nodes = in_order.indices[:, :num_nodes]
+    return TreeProposals(
+        token_ids=token_ids.gather(1, nodes).to(device),
+        is_finite=~totals.isnan().any(1),
+        parents=columns.gather(1, parents.gather(1, nodes)).to(device),
+    )
 
 
 class TreeProposer:
@@ -239,58 +198,28 @@ class TreeProposer:
 
     def __init__(self, drafts: DraftProposer, num_nodes: int) -> None:
         self.drafts = drafts
-        self.request = drafts.request
-        most = self.request.max_draft_tokens
+        most = drafts.request.max_draft_tokens
         self.num_nodes = num_nodes if most is None else min(num_nodes, most)
 
     def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
         """Trees of at most `most` nodes after anchors [B, 1], whose paths are not longer than a block."""
         drafts = self.drafts
+        drafter = drafts.drafter
         num_nodes = min(most, self.num_nodes)
         depth = min(num_nodes, drafts.num_proposals)
         if depth == 0:
             return Proposals(anchors[:, :0])
         hidden_states = drafts.hidden_states(anchors, depth)
-        logits = drafts.drafter.compute_logits(hidden_states, drafts.target.head)
-        temperature = self.request.temperature
-        head = drafts.drafter.causal_head(drafts.embed)
-        if head is None:
-            head = NoHead(drafts.drafter, None)
-            logits = (logits.float() / temperature).log_softmax(-1)
-        return grown(head, hidden_states, logits, anchors, temperature, num_nodes)
+        logits = drafter.compute_logits(hidden_states, drafts.target.head)
+        head = drafter.causal_head(drafts.embed)
+        return grown(head, hidden_states, logits, anchors, drafts.request.temperature, num_nodes)
 
     def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
         """As `DraftProposer.record`."""
         self.drafts.record(proposals, blocks)
 
 
-# -- verifying
-
-
-def verify_trees(
-    target: Target, token_ids: torch.Tensor, cache: TreeCache, proposals: TreeProposals
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [B, S, V] and context features of anchors and nodes, token_ids [B, S], after each text.
-
-    The cache then holds all columns; `TreeCache.bring_to_front` orders those of a path before it is rolled back.
-    """
-    device = token_ids.device
-    num_sequences, width = token_ids.shape
-    starts = cache.lengths_on(device)[:, None]
-    slots = starts + torch.arange(width, device=device)
-    num_keys = max(cache.lengths) + width
-    counts = [width] * num_sequences
-    ancestors = proposals.ancestors
-    with cache.recording(width, ancestors), cache.appending(slots, counts), step_attention(target.model):
-        return masked_forward(
-            target.model,
-            target.layout,
-            cache,
-            token_ids,
-            starts + proposals.depths,
-            num_keys,
-            ancestors=ancestors,
-        )
+# -- accepting
 
 
 class TreeAcceptor(Acceptor):
@@ -308,7 +237,7 @@ class TreeAcceptor(Acceptor):
         if not isinstance(depths, torch.Tensor):
             return super().uniforms(sequences, depths, device)
         uniforms = super().uniforms(sequences, range(depths.shape[1]), device)
-        return uniforms.gather(1, depths.to(device))
+        return uniforms.gather(1, depths)
 
     def process_sequence(self, scores: torch.Tensor, sequence: TextSequence, place: int, proposals: Proposals) -> None:
         """As `Acceptor.process_sequence`; of a tree, the columns of the path that the target's choices take."""
@@ -359,16 +288,15 @@ class TreeRunningState(RunningState):
     def _output_of(self, paths: torch.Tensor) -> torch.Tensor:
         """The output [B, S, D] of the recorded columns, each after its path."""
         hidden_states = self._arguments["hidden_states"]
-        num_sequences, width = paths.shape[:2]
         paths = paths.to(hidden_states.device)
-        inputs = rows_at(hidden_states, paths)
+        num_sequences, width, _ = paths.shape
+        inputs = rows_at(hidden_states, paths.flatten(1)).view(num_sequences * width, -1, hidden_states.shape[2])
         places = torch.arange(num_sequences, device=paths.device)
-        outputs = self.replay(inputs.flatten(0, 1), places.repeat_interleave(width))
+        outputs = self.replay(inputs, places.repeat_interleave(width))
         # The states of all paths take memory. Those of the last columns hold all columns, if these are a chain.
         self.layer.reorder_cache((places + 1) * width - 1)
-        ends = (paths > 0).sum(-1, keepdim=True)
-        of_columns = rows_at(outputs, ends.flatten(0, 1))
-        return of_columns.view_as(hidden_states)
+        ends = (paths > 0).sum(-1)
+        return rows_at(outputs, ends.view(-1, 1)).view_as(hidden_states)
 
     def bring_to_front(self, columns: torch.Tensor) -> None:
         """Orders the recorded columns, of which `rewind` keeps the first ones."""
@@ -400,11 +328,11 @@ class TreeCache(PreallocatedCache):
                 continue
             device = layer.keys.device
             ends = self.lengths_on(device)[:, None]
-            slots = ends - width + torch.arange(width, device=device)
+            slots = ends + torch.arange(-width, 0, device=device)
             origins = slots.gather(1, columns.to(device))
             sequences = torch.arange(len(slots), device=device)[:, None]
             for states in (layer.keys, layer.values):
-                states = states.transpose(1, 2)
-                states[sequences, slots] = states[sequences, origins]
+                by_slot = states.transpose(1, 2)
+                by_slot[sequences, slots] = rows_at(by_slot, origins)
         for running in self._running.values():
             running.bring_to_front(columns)

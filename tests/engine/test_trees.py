@@ -30,16 +30,13 @@ from tiny_models import (
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from dflash import Conversation, spec_generate
-from dflash.engine.lookup import with_lookups
 from dflash.engine.trees import (
-    NoHead,
     TreeAcceptance,
     TreeAcceptor,
     TreeCache,
     TreeProposals,
     TreeProposer,
     grown,
-    verify_trees,
 )
 from dflash.model.acceptance_dflash import DRAFTER_BROKE, TARGET_BROKE, Proposals
 from dflash.model.attention_dflash import target_sees
@@ -49,7 +46,6 @@ from dflash.model.targets_dflash import Target
 
 NEW_TOKENS = 30
 TEMPERATURE = 0.8
-NO_HEAD = NoHead(None, None)
 SCRIPT = [2, 0, BLOCK_SIZE - 1, 1, 3]
 GREEDY = {**tiny_models.GREEDY, "max_new_tokens": NEW_TOKENS, "prompt_lookup_num_tokens": 0}
 # Families whose masks differ: one window on all layers, windows on some of them, none; grouped experts, latent keys.
@@ -74,10 +70,17 @@ def log_chances(
     head: Any, hidden_states: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor
 ) -> dict[tuple[int, ...], float]:
     """The log-probability of every path through a block's candidates, path by path: the oracle. One sequence."""
-    candidate_ids = logits.topk(min(head.top_k, logits.shape[-1]), dim=-1).indices[0]  # [R, K]
+    chances: dict[tuple[int, ...], float] = {}
+    if head is None:
+        best = (logits[0] / TEMPERATURE).log_softmax(dim=-1).topk(min(8, logits.shape[-1]))
+        for depth in range(1, logits.shape[1] + 1):
+            for path in itertools.product(range(best.values.shape[1]), repeat=depth):
+                tokens = tuple(int(best.indices[place, rank]) for place, rank in enumerate(path))
+                chances[tokens] = sum(float(best.values[place, rank]) for place, rank in enumerate(path))
+        return chances
+    candidate_ids = logits.topk(head.top_k, dim=-1).indices[0]  # [R, K]
     features = head.features(hidden_states)[0]
-    chances = {}
-    paths = [((), 0.0, anchor, torch.zeros(1, head.state_size))]
+    paths: list[Any] = [((), 0.0, anchor, torch.zeros(1, head.state_size))]
     for position, ids in enumerate(candidate_ids):
         rows = head.rows(ids[None], torch.tensor([position]))
         longer = []
@@ -104,27 +107,24 @@ def test_a_tree_is_the_likeliest_paths(budget: int, seed: int) -> None:
     torch.manual_seed(seed)
     log_probs = torch.randn(2, 3, 10).log_softmax(dim=-1)
     anchors = torch.tensor([[1], [2]])
-    trees = trees_of(NO_HEAD, torch.zeros(2, 3, 4), log_probs, anchors, budget)
+    trees = trees_of(None, torch.zeros(2, 3, 4), log_probs, anchors, budget)
     for place in range(2):
-        chances = log_chances(NO_HEAD, torch.zeros(1, 3, 4), log_probs[place, None], anchors[place])
+        chances = log_chances(None, torch.zeros(1, 3, 4), log_probs[place, None], anchors[place])
         assert tokens_of(trees, place) == likeliest(chances, budget)
-        best = log_probs[place, 0].topk(8)
-        alone = {path[0]: chance for path, chance in chances.items() if len(path) == 1}
-        assert alone == pytest.approx(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)), abs=1e-5)
 
 
 def test_a_tree_ends_where_there_are_no_more_paths() -> None:
     log_probs = torch.randn(1, 2, 3).log_softmax(dim=-1)
     anchor = torch.tensor([[1]])
-    trees = trees_of(NO_HEAD, torch.zeros(1, 2, 4), log_probs, anchor, 100)
-    assert sorted(tokens_of(trees, 0)) == sorted(log_chances(NO_HEAD, torch.zeros(1, 2, 4), log_probs, anchor[0]))
+    trees = trees_of(None, torch.zeros(1, 2, 4), log_probs, anchor, 100)
+    assert sorted(tokens_of(trees, 0)) == sorted(log_chances(None, torch.zeros(1, 2, 4), log_probs, anchor[0]))
     assert trees.token_ids.shape == (1, 3 + 9)
 
 
 def test_tokens_outside_the_drafters_vocabulary_come_last() -> None:
     """Promise: they take only room that nothing else needs, and the tree stays one."""
     log_probs = torch.tensor([[[-0.1, -2.4, -torch.inf]] * 2])
-    trees = trees_of(NO_HEAD, torch.zeros(1, 2, 4), log_probs, torch.tensor([[1]]), 12)
+    trees = trees_of(None, torch.zeros(1, 2, 4), log_probs, torch.tensor([[1]]), 12)
     assert tokens_of(trees, 0)[:6] == [(0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1)]
     assert len(set(tokens_of(trees, 0))) == 12
     assert trees.is_finite is not None
@@ -136,7 +136,7 @@ def test_a_drafter_whose_logits_are_not_finite_is_reported(broken: float) -> Non
     """Promise: of its own sequence alone, also at the last position, and the step can be run."""
     logits = torch.randn(2, 4, 10)
     logits[1, 3, 2] = broken
-    trees = trees_of(NO_HEAD, torch.zeros(2, 4, 4), logits.log_softmax(dim=-1), torch.tensor([[1], [2]]), 30)
+    trees = trees_of(None, torch.zeros(2, 4, 4), logits.log_softmax(dim=-1), torch.tensor([[1], [2]]), 30)
     assert trees.is_finite is not None
     assert trees.is_finite.tolist() == [True, False]
     assert trees.depths.shape == (2, 31)
@@ -218,7 +218,7 @@ def test_a_tree_goes_as_deep_as_it_has_nodes() -> None:
 
 
 def trees_with(token_ids: list[list[int]], parents: list[list[int]], **fields: Any) -> TreeProposals:
-    return TreeProposals(torch.tensor(token_ids), drafted_parents=torch.tensor(parents), **fields)
+    return TreeProposals(torch.tensor(token_ids), parents=torch.tensor(parents), **fields)
 
 
 def paths_of(trees: TreeProposals, place: int = 0) -> list[list[int]]:
@@ -233,18 +233,6 @@ def test_depths_and_ancestors() -> None:
     assert trees.walk(1, {0: 9, 3: 5, 5: 7}.__getitem__) == [0, 3, 5]
     assert paths_of(trees, 0) == [[0], [0, 1], [0, 1, 2], [0, 3], [0, 1, 2, 4], [0, 1, 2, 4, 5]]
     assert paths_of(trees, 1) == [[0], [0, 1], [0, 2], [0, 3], [0, 3, 4], [0, 3, 5]]
-
-
-@pytest.mark.parametrize("width", [2, 5, 8])
-def test_what_is_looked_up_is_a_chain_beside_trees(width: int) -> None:
-    """Promise: also where it is longer or shorter than the trees, whose padding is accepted by nobody twice."""
-    trees = trees_with([[7, 8, 9, 7, 5]] * 2, [[0, 1, 0, 2, 4]] * 2)
-    mixed = with_lookups(trees, {1: [7, 3, 4, 6, 2, 1, 3, 5]}, width)
-    assert isinstance(mixed, TreeProposals)
-    assert paths_of(mixed, 1) == [list(range(column + 1)) for column in range(width + 1)]
-    assert paths_of(mixed, 0)[:6] == paths_of(trees, 0)[: width + 1]
-    nodes = zip(mixed.parents[0].tolist(), mixed.token_ids[0].tolist(), strict=True)
-    assert len(set(nodes)) == width
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -337,7 +325,8 @@ def test_a_tree_gives_the_logits_of_its_paths(name: str, columns: list[int]) -> 
         chain = trees_with([[7, 8, 9]], [[0, 1, 2]])
         for tree, kept in ((proposed(), columns), (chain, [0, 1]), (chain, [0, 1, 2, 3])):
             token_ids = torch.cat([torch.tensor([[3]]), tree.token_ids], dim=1)
-            logits, _ = verify_trees(own, token_ids, cache, tree)
+            with cache.recording(token_ids.shape[1], tree.ancestors):
+                logits, _ = own.verify_columns(token_ids, cache, tree.depths, tree.ancestors)
             for path in paths_of(tree):
                 assert_close(logits[:, path], token_ids[:, path])
             width, count = token_ids.shape[1], len(kept)
@@ -388,9 +377,9 @@ def test_broken_logits_on_the_path_are_reported() -> None:
 def test_a_smaller_tree_is_the_first_nodes_of_a_larger_one() -> None:
     torch.manual_seed(1)
     log_probs, anchor = torch.randn(1, 3, 10).log_softmax(dim=-1), torch.tensor([[1]])
-    tree = tokens_of(trees_of(NO_HEAD, torch.zeros(1, 3, 4), log_probs, anchor, 12), 0)
+    tree = tokens_of(trees_of(None, torch.zeros(1, 3, 4), log_probs, anchor, 12), 0)
     for count in range(1, 12):
-        first = trees_of(NO_HEAD, torch.zeros(1, 3, 4), log_probs, anchor, count)
+        first = trees_of(None, torch.zeros(1, 3, 4), log_probs, anchor, count)
         assert tokens_of(first, 0) == tree[:count]
 
 

@@ -294,7 +294,7 @@ def test_the_first_nodes_of_a_tree_are_verified_if_later_ones_are_never_right(cl
 
     class Trees(Drafts):
         def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
-            return TreeProposals(token_ids[:, :most], drafted_parents=parents[:, :most])
+            return TreeProposals(token_ids[:, :most], parents=parents[:, :most])
 
     proposer = WidthProposer(Trees(), Text(clock).state, 7)
     sequences, anchors, sizes = [TextSequence(0, torch.zeros(9))], torch.zeros(1, 1, dtype=torch.long), []
