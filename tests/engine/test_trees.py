@@ -121,6 +121,15 @@ def test_a_tree_ends_where_there_are_no_more_paths() -> None:
     assert trees.token_ids.shape == (1, 3 + 9)
 
 
+def test_what_is_certain_comes_after_what_it_follows() -> None:
+    """Promise: a path that is as probable as a shorter one is longer by certain tokens, and nodes come after their parents."""
+    logits = torch.zeros(1, 15, 40)
+    logits[..., 3] = 1e4
+    trees = trees_of(None, torch.zeros(1, 15, 4), logits, torch.tensor([[1]]), 60)
+    assert tokens_of(trees, 0)[:15] == [(3,) * depth for depth in range(1, 16)]
+    assert bool((trees.parents <= torch.arange(60)).all())
+
+
 def test_tokens_outside_the_drafters_vocabulary_come_last() -> None:
     """Promise: they take only room that nothing else needs, and the tree stays one."""
     log_probs = torch.tensor([[[-0.1, -2.4, -torch.inf]] * 2])
