@@ -237,7 +237,7 @@ class TreeAcceptor(Acceptor):
         if not isinstance(depths, torch.Tensor):
             return super().uniforms(sequences, depths, device)
         uniforms = super().uniforms(sequences, range(depths.shape[1]), device)
-        return uniforms.gather(1, depths)
+        return uniforms.gather(1, depths.to(uniforms.device))
 
     def process_sequence(self, scores: torch.Tensor, sequence: TextSequence, place: int, proposals: Proposals) -> None:
         """As `Acceptor.process_sequence`; of a tree, the columns of the path that the target's choices take."""
