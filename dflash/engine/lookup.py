@@ -20,6 +20,8 @@ from dflash.model.cache_dflash import to_device
 from dflash.model.drafting_dflash import Proposer
 from dflash.model.sequences_dflash import TextSequence
 
+from .trees import TreeProposals
+
 
 # Most tokens of an earlier occurrence that are compared.
 LONGEST_MATCH = 64
@@ -109,7 +111,7 @@ class LookupProposer:
     """Proposes what followed in the texts' own past, and what another proposer drafts where nothing did.
 
     If all sequences have a match, nothing is drafted. If fewer than half of them have one, a step is not wider than the drafts.
-    Among drawn proposals nothing is looked up.
+    Beside drawn proposals and trees nothing is looked up.
 
     Args:
         drafts: The proposer for the other sequences.
@@ -128,11 +130,11 @@ class LookupProposer:
         proposals = Proposals(anchors[:, :0])
         if len(matches) < len(sequences):
             proposals = self.drafts.propose(sequences, anchors, most)
-        is_drawn = proposals.probabilities is not None
+        is_fixed = proposals.probabilities is not None or isinstance(proposals, TreeProposals)
         is_rare = 2 * len(matches) < len(sequences)
         num_drafted = proposals.token_ids.shape[1]
         width = num_drafted if is_rare else most
-        if is_drawn or not width or not matches:
+        if is_fixed or not width or not matches:
             return proposals
         return with_lookups(proposals, matches, width)
 

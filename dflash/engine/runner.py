@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from dflash.model.acceptance_dflash import Acceptor, Proposals
-from dflash.model.cache_dflash import PreallocatedCache, chosen
+from dflash.model.cache_dflash import PreallocatedCache
 from dflash.model.decoding_dflash import Decoder, EagerRunner, Step
-from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer, Proposer
+from dflash.model.drafting_dflash import DrafterContext, DraftProposer, Proposer
 from dflash.model.requests_dflash import Request
 from dflash.model.sequences_dflash import TextSequence
 
@@ -20,7 +20,7 @@ from .options import Options
 from .recorded import RecordedRunner
 from .state import PairState
 from .steps import WholeRunner, why_not
-from .trees import TreeAcceptance, TreeCache, TreeProposals, TreeProposer, verify_tree
+from .trees import TreeAcceptance, TreeCache, TreeProposals, TreeProposer
 from .widths import WidthProposer
 from .windows import WindowedCache, WindowedContext
 
@@ -103,24 +103,20 @@ class EngineDecoder(Decoder):
 
 
 class TreeRunner(EagerRunner):
-    """Verifies trees of proposals, and keeps the columns of the accepted path."""
+    """Verifies trees of proposals, and keeps the columns of the accepted paths."""
 
     def verify(self, token_ids: torch.Tensor, proposals: Proposals) -> tuple[torch.Tensor, torch.Tensor]:
         """As `EagerRunner.verify`."""
         if not isinstance(proposals, TreeProposals):
             return super().verify(token_ids, proposals)
         cache: Any = self.conversation.target_cache  # a `TreeCache`
-        return verify_tree(self.target, token_ids, cache, proposals.tree)
+        with cache.recording(token_ids.shape[1], proposals.ancestors):
+            return self.target.verify_columns(token_ids, cache, proposals.depths, proposals.ancestors)
 
     def keep(self, step: Step, num_kept: list[int]) -> None:
         """As `EagerRunner.keep`."""
-        if not isinstance(step.acceptance, TreeAcceptance):
-            super().keep(step, num_kept)
-            return
-        count = num_kept[0]
-        columns = step.acceptance.columns[:count]
-        cache: Any = self.conversation.target_cache
-        cache.keep_columns(columns)
-        features: Any = step.features  # of a tree, so not of a prompt
-        context = Context(chosen(features, 1, columns), num_kept)
-        self.conversation.context.append(context)
+        if isinstance(step.acceptance, TreeAcceptance) and step.features is not None:
+            cache: Any = self.conversation.target_cache
+            cache.bring_to_front(step.acceptance.columns)
+            step.features = step.acceptance.before_tokens(step.features)
+        super().keep(step, num_kept)

@@ -1,13 +1,13 @@
-"""Draft trees: several continuations of one text, verified in one forward of the target (DDTree, arXiv 2604.12989).
+"""Draft trees: several continuations of each text, verified in one forward of the target (DDTree, arXiv 2604.12989).
 
 Each node sees only the text and its ancestors. Its logits are those of plain decoding after its path, so following the
-target's choices down the tree is exact. A tree is grown best first: its first n nodes are the n most probable paths.
+target's choices down the tree is exact. The nodes are the most probable paths, each scored by the head in the state that its
+own tokens leave (DARTree, arXiv 2608.13524). A tree is grown, verified and followed on the device: the host waits for the
+accepted tokens alone.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,256 +15,211 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn import functional
 
-from dflash.model.acceptance_dflash import DRAFTER_BROKE, TARGET_BROKE, Acceptance, Acceptor, Proposals
-from dflash.model.attention_dflash import step_attention
-from dflash.model.cache_dflash import PreallocatedCache, RunningState, chosen, in_this_thread, to_device, to_host
+from dflash.model.acceptance_dflash import TARGET_BROKE, Acceptance, Acceptor, Proposals, checked
+from dflash.model.cache_dflash import PreallocatedCache, RunningState, in_this_thread, to_host
 from dflash.model.drafting_dflash import DraftProposer
 from dflash.model.heads_dflash import CausalHead
 from dflash.model.sequences_dflash import TextSequence
-from dflash.model.targets_dflash import Target, masked_forward
 
 
-TREE_BRANCHES = 8  # most probable tokens of a position that a tree considers
+TREE_BRANCHES = 8  # most probable tokens of a position that a tree considers without a head
 
 
 # -- a tree
 
 
 @dataclass(frozen=True)
-class DraftTree:
-    """A tree of proposals. Column 0 is the anchor; nodes are columns 1, 2, …, each after its parent."""
+class TreeAcceptance(Acceptance):
+    """The paths of trees that are accepted."""
 
-    token_ids: list[int]
-    parents: list[int]  # columns
+    columns: torch.Tensor = field(kw_only=True)  # [B, S], the anchor's and those of the path; token i follows column i
 
-    @classmethod
-    def grown(cls, positions: Sequence[Sequence[Sequence[float]]], budget: int) -> DraftTree:
-        """The `budget` most probable paths, best first (DDTree, algorithm 1).
+    def before_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """As `Acceptance.before_tokens`."""
+        return rows_at(states, self.columns)
 
-        `positions[p]` holds the tokens of position p, then a row of their log-probabilities after each token of the position
-        before, or a single row, which is right after every token. The anchor counts as the first token before position 0.
+
+def rows_at(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Rows [B, N, ...] at places [B, M] of each sequence."""
+    places = places.to(rows.device)
+    sequences = torch.arange(len(places), device=rows.device)
+    return rows[sequences[:, None], places]
+
+
+@dataclass(frozen=True)
+class TreeProposals(Proposals):
+    """Proposals as nodes of a tree for each sequence, in columns 1, 2, …, each after its parent. Column 0 is the anchor."""
+
+    parents: torch.Tensor = field(kw_only=True)  # their columns, [B, n]
+
+    @cached_property
+    def ancestors(self) -> torch.Tensor:
+        """Which columns each column sees, itself included, bool [B, S, S]."""
+        earlier = functional.pad(self.parents, (1, 0))  # the anchor is before itself
+        width = earlier.shape[1]
+        itself = torch.eye(width, dtype=torch.bool, device=earlier.device)
+        sees = itself.expand(len(earlier), -1, -1)
+        for _ in range(width.bit_length()):  # twice as far each time
+            sees = sees | rows_at(sees, earlier)
+            earlier = earlier.gather(1, earlier)
+        return sees
+
+    @cached_property
+    def depths(self) -> Any:
+        """As `Proposals.depths`, of each sequence, [B, S]."""
+        return self.ancestors.sum(-1) - 1
+
+    def walk(self, place: int, token_after: Callable[[int], int]) -> list[int]:
+        """The columns of a sequence from the anchor on, as far as `token_after` a column is one of its children.
+
+        Waits for the device.
         """
-        tree = cls([], [])
-        # Candidates: negative log-probability of a path, its parent's column, its length, and index and id of its last token.
-        frontier = [(0.0, 0, 0, 0, 0.0)]
-        while frontier and len(tree.token_ids) < budget:
-            cost, parent, depth, index, token_id = heapq.heappop(frontier)
-            if cost == math.inf:  # outside the drafter's vocabulary
-                break
-            if depth > 0:
-                tree.token_ids.append(int(token_id))
-                tree.parents.append(parent)
-            if depth == len(positions):
-                continue
-            column = len(tree.token_ids)
-            next_ids, *rows = positions[depth]
-            log_probs = rows[index % len(rows)]
-            for child, log_prob in enumerate(log_probs):
-                path_cost = cost - log_prob
-                candidate = (path_cost, column, depth + 1, child, next_ids[child])
-                heapq.heappush(frontier, candidate)
-        return tree
-
-    @cached_property
-    def paths(self) -> list[list[int]]:
-        """The columns from the anchor to each column."""
-        paths = [[0]]
-        for column, parent in enumerate(self.parents, start=1):
-            paths.append([*paths[parent], column])
-        return paths
-
-    @cached_property
-    def depths(self) -> list[int]:
-        """Distance of each column from the anchor, in tokens."""
-        return [len(path) - 1 for path in self.paths]
-
-    @cached_property
-    def columns(self) -> dict[tuple[int, int], int]:
-        """The column of each node, by its parent's column and its token."""
-        keys = zip(self.parents, self.token_ids, strict=True)
-        return {key: column for column, key in enumerate(keys, start=1)}
-
-    def walk(self, token_after: Callable[[int], int]) -> list[int]:
-        """The columns from the anchor on, as far as `token_after` a column is one of its children."""
+        nodes = torch.stack([self.parents[place], self.token_ids[place]], dim=1)
+        column_of = {tuple(node): column for column, node in enumerate(to_host(nodes)(), start=1)}
         columns = []
         column: int | None = 0
         while column is not None:
             columns.append(column)
             token_id = token_after(column)
-            column = self.columns.get((column, token_id))
+            column = column_of.get((column, token_id))
         return columns
 
-    @cached_property
-    def padded_paths(self) -> torch.Tensor:
-        """`paths` as a tensor [S, D], padded with column 0."""
-        paths = [torch.tensor(path) for path in self.paths]
-        return pad_sequence(paths, batch_first=True)
-
-    def ancestors(self) -> torch.Tensor:
-        """Which columns each column sees, itself included, bool [S, S]."""
-        num_columns = len(self.paths)
-        sees = torch.zeros(num_columns, num_columns, dtype=torch.bool)
-        return sees.scatter(1, self.padded_paths, True)
-
-
-@dataclass(frozen=True)
-class TreeAcceptance(Acceptance):
-    """The path of a tree that is accepted."""
-
-    columns: list[int] = field(kw_only=True)  # the anchor's and those of the accepted nodes; token i follows column i
-
-    def before_tokens(self, states: torch.Tensor) -> torch.Tensor:
-        """As `Acceptance.before_tokens`."""
-        return chosen(states, 1, self.columns)
-
-
-@dataclass(frozen=True)
-class TreeProposals(Proposals):
-    """Proposals for a single sequence as nodes of a tree: token_ids [1, n] are those of its nodes."""
-
-    tree: DraftTree = field(kw_only=True)
-
-    @property
-    def depths(self) -> Sequence[int]:
-        """As `Proposals.depths`."""
-        return self.tree.depths
-
     def accept_match(self, choices: torch.Tensor, best: torch.Tensor) -> TreeAcceptance:
-        """Follows a single sequence's choices [1, S], each after the path to its column, down the tree.
-
-        `best` [1, S] holds a number of each column that is not finite where its logits are not. Waits for the device.
-        """
-        choices = torch.where(best.isfinite(), choices, TARGET_BROKE)
-        choice_of = to_host(choices[0])()
-        columns = self.tree.walk(choice_of.__getitem__)
-        token_ids = [choice_of[column] for column in columns]
-        num_accepted = len(columns) - 1
-        if token_ids[-1] == TARGET_BROKE:
-            num_accepted = TARGET_BROKE
-        if not self.is_finite:
-            num_accepted = DRAFTER_BROKE
+        """Follows choices [B, S], each after the path to its column, down the trees. `best` as in `Proposals`."""
+        is_wrong = choices.gather(1, self.parents) != self.token_ids
+        is_off = self.ancestors[:, :, 1:] & is_wrong[:, None]
+        is_accepted = ~is_off.any(-1)
+        columns = in_front(is_accepted)
+        num_accepted = is_accepted.sum(1) - 1
+        best = best.gather(1, columns)
         return TreeAcceptance(
-            num_accepted=torch.tensor([num_accepted]),
-            token_ids=torch.tensor([token_ids]),
+            num_accepted=checked(num_accepted, best, self),
+            token_ids=choices.gather(1, columns),
             columns=columns,
         )
+
+
+def in_front(is_chosen: torch.Tensor) -> torch.Tensor:
+    """The columns that are chosen in is_chosen [..., S], in order, then 0, [..., S]."""
+    width = is_chosen.shape[-1]
+    columns = torch.arange(width, device=is_chosen.device)
+    chosen_first = torch.where(is_chosen, columns, width).sort(-1)
+    return chosen_first.values % width
 
 
 # -- growing
 
 
-def scores_after_each(
-    head: CausalHead, hidden_states: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores [n, K, K] of a single block's candidates [n, K] after each one of the position before, or the anchor [1, 1].
+Found = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # of each depth: log-probabilities, parents, tokens
 
-    Of the tokens before that one, the state knows those of the best path.
+
+def grown(
+    head: CausalHead | None,
+    hidden_states: torch.Tensor,  # [B, R, D]
+    logits: torch.Tensor,  # [B, R, V]
+    anchors: torch.Tensor,  # [B, 1]
+    temperature: float,
+    num_nodes: int,
+) -> TreeProposals:
+    """The `num_nodes` most probable paths through the candidates of each position, best first.
+
+    Grown depth by depth: each path goes on from its own state, all of a depth at once. Probabilities only fall along a path, so
+    as many paths of a depth as the tree has room for are enough. A tree with fewer nodes holds the first of them.
     """
-    path = head.choose_path(hidden_states, logits, anchors)
-    candidate_ids = path.candidate_ids[0]
-    top_k = head.top_k
-    anchor = anchors.to(candidate_ids.device)
-    before = torch.cat([anchor.expand(1, top_k), candidate_ids[:-1]])  # [n, K]
-    positions = torch.arange(len(before), device=before.device)
-    of_positions = (
-        path.states[0],
-        head.features(hidden_states[0]),
-        logits[0].to(hidden_states).gather(-1, candidate_ids),
-        head.rows(candidate_ids, positions),
+    device = hidden_states.device
+    top_k = TREE_BRANCHES
+    if head is None:
+        logits = (logits.float() / temperature).log_softmax(-1)
+    else:
+        top_k = head.top_k
+    top = logits.topk(min(top_k, logits.shape[-1]))
+    top_logits = top.values.to(device)
+    token_ids = top.indices.to(device)  # [B, R, K]
+    num_positions, top_k = token_ids.shape[1:]
+    if head is not None:
+        rows = head.rows(token_ids, torch.arange(num_positions, device=device))
+        of_positions = (head.features(hidden_states), top_logits.to(hidden_states), rows)
+        inputs = head.inputs(token_ids)  # [B, R, K, I]
+        previous = head.inputs(anchors.to(device))  # [B, M, I]
+        states = hidden_states.new_zeros(len(anchors), 1, head.state_size)  # [B, M, H]
+    totals = torch.zeros(anchors.shape, device=device)  # log-probabilities of M paths, [B, M]
+    found: Found = []
+    first, num_found = 0, 1  # the anchor
+    for position in range(num_positions):
+        log_probs = top_logits[:, position, None]
+        if head is not None:
+            width = totals.shape[1]
+            features, logits, rows = (values[:, position].repeat_interleave(width, dim=0) for values in of_positions)
+            states = head.read(previous.flatten(0, 1), states.flatten(0, 1))
+            scores = head.scores(features, logits, rows, states)
+            chances = head.probabilities(scores, temperature)
+            log_probs = chances.log().unflatten(0, totals.shape)
+        longer = (totals[..., None] + log_probs).flatten(1)
+        totals, places = longer.topk(min(num_nodes - position, longer.shape[1]))
+        if device.type == "cpu":  # a GPU would wait longer for the number than it saves
+            places = places[:, : num_promising(totals, found, num_nodes)]
+            totals = totals[:, : places.shape[1]]
+        parents = places // top_k
+        choices = places % top_k
+        found.append((totals, first + parents, token_ids[:, position].gather(1, choices)))
+        first, num_found = num_found, num_found + places.shape[1]
+        if head is not None:
+            states = rows_at(states.unflatten(0, (len(anchors), -1)), parents)
+            previous = rows_at(inputs[:, position], choices)
+    return best_of(found, num_nodes, anchors.device)
+
+
+def num_promising(totals: torch.Tensor, found: Found, num_nodes: int) -> int:
+    """How many of the paths `totals` [B, M], best first, a tree has room for beside those that were found before."""
+    known = torch.cat([totals, *(level[0] for level in found)], dim=1)
+    best = known.topk(min(num_nodes, known.shape[1]))
+    is_promising = totals >= best.values[:, -1:]
+    return max(1, int(is_promising.sum(1).max()))
+
+
+def best_of(found: Found, num_nodes: int, device: torch.device) -> TreeProposals:
+    """The tree of the most probable paths."""
+    totals, parents, token_ids = (torch.cat(values, dim=1) for values in zip(*found, strict=True))
+    # Equal ones stay in order, and NaN comes last: so nodes come after their parents.
+    in_order = totals.nan_to_num(-torch.inf).sort(dim=1, descending=True, stable=True)
+    columns = functional.pad(in_order.indices.argsort(1) + 1, (1, 0))
+    nodes = in_order.indices[:, :num_nodes]
+    return TreeProposals(
+        token_ids=token_ids.gather(1, nodes).to(device),
+        is_finite=~totals.isnan().any(1),
+        parents=columns.gather(1, parents.gather(1, nodes)).to(device),
     )
-    # For each candidate of the position before.
-    repeated = [values.repeat_interleave(top_k, dim=0) for values in of_positions]
-    state, features, top_logits, rows = repeated
-    inputs = head.inputs(before.flatten())
-    state = head.read(inputs, state)
-    scores = head.scores(features, top_logits, rows, state)
-    return scores.view(*before.shape, -1), candidate_ids
 
 
 class TreeProposer:
-    """Proposes a tree of the drafter's most probable paths, of at most `num_nodes` nodes, for a single sequence."""
+    """Proposes a tree of the drafter's most probable paths, of at most `num_nodes` nodes, for each sequence."""
 
     def __init__(self, drafts: DraftProposer, num_nodes: int) -> None:
         self.drafts = drafts
-        self.request = drafts.request
-        most = self.request.max_draft_tokens
+        most = drafts.request.max_draft_tokens
         self.num_nodes = num_nodes if most is None else min(num_nodes, most)
 
     def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
-        """A tree of at most `most` nodes after anchors [1, 1], whose paths are not longer than a block."""
-        depth = min(most, self.drafts.num_proposals)
+        """Trees of at most `most` nodes after anchors [B, 1], whose paths are not longer than a block."""
+        drafts = self.drafts
+        drafter = drafts.drafter
+        num_nodes = min(most, self.num_nodes)
+        depth = min(num_nodes, drafts.num_proposals)
         if depth == 0:
             return Proposals(anchors[:, :0])
-        hidden_states = self.drafts.hidden_states(anchors, depth)
-        log_probs, token_ids = self.branches(hidden_states, anchors)
-        # One copy for both; float32 holds ids below 2**24.
-        next_ids = token_ids[:, None]
-        numbers = torch.cat([next_ids, log_probs], dim=1)
-        positions = to_host(numbers)()
-        num_nodes = min(most, self.num_nodes)
-        tree = DraftTree.grown(positions, num_nodes)
-        node_ids = torch.tensor([tree.token_ids], dtype=torch.long)
-        # A sum over all tokens is part of each number.
-        has_nan = any(math.isnan(rows[1][0]) for rows in positions)
-        return TreeProposals(
-            token_ids=to_device(node_ids, anchors.device),
-            is_finite=torch.tensor([not has_nan]),
-            tree=tree,
-        )
-
-    def branches(self, hidden_states: torch.Tensor, anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities [n, K or 1, K] and tokens [n, K] of hidden states [1, n, D] after anchors [1, 1], for `grown`.
-
-        A causal head has a row for each candidate of the position before. Without one there is one row for all.
-        """
-        drafts = self.drafts
-        logits = drafts.drafter.compute_logits(hidden_states, drafts.target.head)
-        causal_head = drafts.drafter.causal_head(drafts.embed)
-        if causal_head is None:
-            scores = logits.transpose(0, 1)  # [n, 1, V]
-        else:
-            scores, token_ids = scores_after_each(causal_head, hidden_states, logits, anchors)
-        scores = scores.float() / self.request.temperature
-        log_probs = scores.log_softmax(-1)
-        if causal_head is not None:
-            return log_probs, token_ids
-        vocab_size = logits.shape[-1]
-        count = min(self.num_nodes, TREE_BRANCHES, vocab_size)
-        best = log_probs.topk(count)
-        return best.values, best.indices[:, 0]
+        hidden_states = drafts.hidden_states(anchors, depth)
+        logits = drafter.compute_logits(hidden_states, drafts.target.head)
+        head = drafter.causal_head(drafts.embed)
+        return grown(head, hidden_states, logits, anchors, drafts.request.temperature, num_nodes)
 
     def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
         """As `DraftProposer.record`."""
         self.drafts.record(proposals, blocks)
 
 
-# -- verifying
-
-
-def verify_tree(
-    target: Target, token_ids: torch.Tensor, cache: TreeCache, tree: DraftTree
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [1, S, V] and context features of the columns of `tree`, token_ids [1, S], after a single text.
-
-    The cache then holds all columns; `TreeCache.keep_columns` keeps a path of them.
-    """
-    device = token_ids.device
-    start = cache.get_seq_length()
-    width = token_ids.shape[1]
-    positions = start + torch.tensor([tree.depths])
-    ancestors = tree.ancestors()
-    with cache.recording(width, tree), step_attention(target.model):
-        return masked_forward(
-            target.model,
-            target.layout,
-            cache,
-            token_ids,
-            to_device(positions, device),
-            start + width,
-            ancestors=to_device(ancestors, device),
-        )
+# -- accepting
 
 
 class TreeAcceptor(Acceptor):
@@ -276,6 +231,13 @@ class TreeAcceptor(Acceptor):
         if self.uniforms_of is None:
             return not self.processors and not self.keeps_scores
         return self.verification in ("auto", "match") and self.sampler is not None
+
+    def uniforms(self, sequences: list[TextSequence], depths: Any, device: torch.device) -> torch.Tensor:
+        """As `Acceptor.uniforms`, also for depths [B, S] of trees."""
+        if not isinstance(depths, torch.Tensor):
+            return super().uniforms(sequences, depths, device)
+        uniforms = super().uniforms(sequences, range(depths.shape[1]), device)
+        return uniforms.gather(1, depths.to(uniforms.device))
 
     def process_sequence(self, scores: torch.Tensor, sequence: TextSequence, place: int, proposals: Proposals) -> None:
         """As `Acceptor.process_sequence`; of a tree, the columns of the path that the target's choices take."""
@@ -294,14 +256,14 @@ class TreeAcceptor(Acceptor):
             path.append(choice)
             return choice
 
-        proposals.tree.walk(choice_after)
+        proposals.walk(place, choice_after)
 
 
 # -- keeping a path
 
 
 class TreeRunningState(RunningState):
-    """The state of a linear mixer, also in a step over a tree, whose paths run as sequences.
+    """The state of a linear mixer, also in a step over trees, whose paths run as sequences.
 
     For the columns 0, 1, 2 and 3, where 1 and 2 follow 0, and 3 follows 1:
 
@@ -309,65 +271,68 @@ class TreeRunningState(RunningState):
         state before --- mixer(columns 0 1 .) --> output of column 1
         state before --- mixer(columns 0 2 .) --> output of column 2
         state before --- mixer(columns 0 1 3) --> output of column 3
-        state before --- mixer(columns 0 2) ----> state             `rewind_to([0, 2])`
+        state before --- mixer(columns 0 2) ----> state             `bring_to_front([0, 2, …])`, `rewind([2])`
     """
 
-    tree: DraftTree | None = None  # of the next step; None: a chain
+    paths: torch.Tensor | None = None  # [B, S, P], columns of those of the next step, padded with 0; None: a chain
 
     def hooks(self) -> list[Any]:
-        """As `RunningState.hooks`; in a step over a tree, the output of the mixer is that of the paths."""
+        """As `RunningState.hooks`; in a step over trees, the output of the mixer is that of the paths."""
         handles = super().hooks()
-        tree = self.tree
-        if tree is None:
+        paths = self.paths
+        if paths is None:
             return handles
-        join = in_this_thread(lambda *_: self._output_of(tree))
+        join = in_this_thread(lambda *_: self._output_of(paths))
         return [*handles, self.mixer.register_forward_hook(join)]
 
-    def _output_of(self, tree: DraftTree) -> torch.Tensor:
-        """The output [1, S, D] of the recorded columns, each after its path."""
+    def _output_of(self, paths: torch.Tensor) -> torch.Tensor:
+        """The output [B, S, D] of the recorded columns, each after its path."""
         hidden_states = self._arguments["hidden_states"]
-        paths = to_device(tree.padded_paths, hidden_states.device)
-        inputs = hidden_states[0, paths]
-        first = torch.zeros_like(paths[:, 0])
-        outputs = self.replay(inputs, first)
-        self.restore()  # the states of paths take memory in every layer
-        depths = (paths > 0).sum(1)
-        columns = torch.arange(len(paths), device=paths.device)
-        of_columns = outputs[columns, depths]
-        return of_columns[None]
+        paths = paths.to(hidden_states.device)
+        num_sequences, width, _ = paths.shape
+        inputs = rows_at(hidden_states, paths.flatten(1)).view(num_sequences * width, -1, hidden_states.shape[2])
+        places = torch.arange(num_sequences, device=paths.device)
+        outputs = self.replay(inputs, places.repeat_interleave(width))
+        # The states of all paths take memory. Those of the last columns hold all columns, if these are a chain.
+        self.layer.reorder_cache((places + 1) * width - 1)
+        ends = (paths > 0).sum(-1)
+        return rows_at(outputs, ends.view(-1, 1)).view_as(hidden_states)
 
-    def rewind_to(self, columns: Sequence[int]) -> None:
-        """Sets the state of a single sequence to that after `columns` of the recorded step."""
-        inputs = chosen(self._arguments["hidden_states"], 1, columns)
-        first = torch.zeros(1, dtype=torch.long, device=inputs.device)
-        self.replay(inputs, first)
+    def bring_to_front(self, columns: torch.Tensor) -> None:
+        """Orders the recorded columns, of which `rewind` keeps the first ones."""
+        self._arguments["hidden_states"] = rows_at(self._arguments["hidden_states"], columns)
 
 
 class TreeCache(PreallocatedCache):
-    """A cache whose single sequence can be rolled back to a path of a tree."""
+    """A cache whose sequences can be rolled back to paths of trees."""
 
     running_state_class = TreeRunningState
 
     @contextmanager
-    def recording(self, num_columns: int, tree: DraftTree | None = None) -> Iterator[None]:
-        """As `PreallocatedCache.recording`, of a chain, or of `tree`."""
+    def recording(self, num_columns: int, ancestors: torch.Tensor | None = None) -> Iterator[None]:
+        """As `PreallocatedCache.recording`, of chains, or of trees whose columns see `ancestors` [B, S, S]."""
+        paths = None
+        if self._running and ancestors is not None:
+            longest = ancestors.sum(-1).max()
+            paths = in_front(ancestors)[..., : int(longest)]
         for running in self._running.values():
-            running.tree = tree
+            running.paths = paths
         with super().recording(num_columns):
             yield
 
-    def keep_columns(self, columns: Sequence[int]) -> None:
-        """Keeps the given `columns` (rising) of the recorded forward of a single sequence, moved together."""
-        width = self._num_recorded or 0
-        length = self.get_seq_length()
-        start = length - width
-        kept = slice(start, start + len(columns))
-        index = start + torch.tensor(columns, dtype=torch.long)
+    def bring_to_front(self, columns: torch.Tensor) -> None:
+        """Orders the columns of the recorded forward: `columns` [B, S], whose first ones `rollback` keeps."""
+        width = columns.shape[1]
         for layer in self.attention_layers():
             if not layer.is_initialized:  # it reads the keys of another layer
                 continue
+            device = layer.keys.device
+            ends = self.lengths_on(device)[:, None]
+            slots = ends + torch.arange(-width, 0, device=device)
+            origins = slots.gather(1, columns.to(device))
+            sequences = torch.arange(len(slots), device=device)[:, None]
             for states in (layer.keys, layer.values):
-                index = to_device(index, states.device)
-                states[:, :, kept] = states.index_select(2, index)
-        num_dropped = width - len(columns)
-        self._drop([num_dropped], lambda running: running.rewind_to(columns))
+                by_slot = states.transpose(1, 2)
+                by_slot[sequences, slots] = rows_at(by_slot, origins)
+        for running in self._running.values():
+            running.bring_to_front(columns)

@@ -177,15 +177,15 @@ class WidthProposer:
         width = proposals.token_ids.shape[1]
         self._costs.add(width, self._elapsed())
         if width:
-            accepted = [accepted_columns(proposals, block) for block in blocks]
+            accepted = [accepted_columns(proposals, place, block) for place, block in enumerate(blocks)]
             self._known.add_draft(width, accepted)
             self._known.set_pause(self._costs)
 
 
-def accepted_columns(proposals: Proposals, block: Any) -> Sequence[int]:
-    """The columns of a step's proposals that were accepted for the block's sequence."""
+def accepted_columns(proposals: Proposals, place: int, block: Any) -> Sequence[int]:
+    """The columns of a step's proposals that were accepted for the sequence at `place`, whose block this is."""
     if not isinstance(proposals, TreeProposals):
         return range(1, 1 + block.num_accepted)
     token_ids = iter(block.token_ids)
-    columns = proposals.tree.walk(lambda column: next(token_ids, -1))
+    columns = proposals.walk(place, lambda column: next(token_ids, -1))
     return columns[1:]

@@ -147,7 +147,7 @@ def _watched_loop(mark: Callable[[str], None]) -> Iterator[None]:
         return marked
 
     proposers = (LookupProposer, runner.WidthProposer, runner.TreeProposer, DraftProposer)
-    verifying = [(Target, "verify"), (runner, "verify_tree"), (WholeRunner, "run_whole")]
+    verifying = [(Target, "verify"), (Target, "verify_columns"), (WholeRunner, "run_whole")]
     with ExitStack() as patches:
         for proposer in proposers:
             patches.enter_context(mock.patch.object(proposer, "propose", around("draft", proposer.propose)))

@@ -68,7 +68,7 @@ class Proposals:
         `best` [B, n + 1] holds a number of each column that is not finite where its logits are not.
         """
         num_accepted = accept_prefix(self.token_ids, choices)
-        num_accepted = _checked(num_accepted, best, self)
+        num_accepted = checked(num_accepted, best, self)
         return Acceptance(num_accepted, choices)
 
 
@@ -102,7 +102,7 @@ def _length_of_prefix(is_true: torch.Tensor) -> torch.Tensor:
     return is_true.long().cumprod(1).sum(1)
 
 
-def _checked(num_accepted: torch.Tensor, best: torch.Tensor, proposals: Proposals) -> torch.Tensor:
+def checked(num_accepted: torch.Tensor, best: torch.Tensor, proposals: Proposals) -> torch.Tensor:
     """`num_accepted` [B], negative where the logits of a committed token, or the drafter's, are not finite."""
     num_finite = _length_of_prefix(best.isfinite())
     num_accepted = torch.where(
@@ -176,7 +176,7 @@ class _Drawn:
             num_accepted[:, None],
             drawn[:, None],
         )
-        num_accepted = _checked(num_accepted, self.best, self.proposals)
+        num_accepted = checked(num_accepted, self.best, self.proposals)
         return Acceptance(num_accepted, token_ids)
 
 

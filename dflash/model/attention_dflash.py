@@ -77,7 +77,7 @@ def draft_sees(config: Any, layer_idx: int, starts: torch.Tensor, width: int, nu
 def target_sees(
     positions: torch.Tensor,  # [B, S]
     num_keys: int,
-    ancestors: torch.Tensor | None = None,  # bool [S, S]
+    ancestors: torch.Tensor | None = None,  # bool [B, S, S]
     window: int | None = None,
 ) -> torch.Tensor:
     """Which keys the target's columns at `positions` see, bool [B, S, K]: those up to their own, less than `window` away.
@@ -93,7 +93,8 @@ def target_sees(
         column = key_position - positions[:, :1]  # [B, K]
         index = column.clamp(0, positions.shape[1] - 1)
         is_column = column == index
-        is_ancestor = ancestors[:, index].transpose(0, 1)  # [B, S, K]
+        index_of_key = index[:, None].expand(-1, positions.shape[1], -1)
+        is_ancestor = ancestors.gather(2, index_of_key)  # [B, S, K]
         is_text = (column < 0)[:, None]
         visible = is_text | (is_column[:, None] & is_ancestor)
         key_position = torch.where(is_column, positions.gather(1, index), key_position)[:, None]

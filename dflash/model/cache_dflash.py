@@ -345,12 +345,6 @@ class PreallocatedCache(Cache):
         """Drops the last `counts` positions of the sequences. ValueError: they are not there, or were not recorded."""
         if isinstance(counts, int):
             counts = [counts] * self.batch_size
-        num_recorded = self._num_recorded or 0
-        num_kept = [num_recorded - count for count in counts]
-        self._drop(counts, lambda running: running.rewind(num_kept))
-
-    def _drop(self, counts: Sequence[int], rewind: Callable[[Any], None]) -> None:
-        """Drops the last `counts` positions. `rewind` takes the running state of a mixer back."""
         lengths = self.lengths
         num_recorded = self._num_recorded or 0
         if self._running and max(counts) > num_recorded:
@@ -359,8 +353,9 @@ class PreallocatedCache(Cache):
             raise ValueError(f"Cannot roll back {counts} of {lengths} positions: give one count up to each of these.")
         self._set_lengths([length - count for length, count in zip(lengths, counts, strict=True)])
         self._num_recorded = None  # until all states are taken back
+        num_kept = [num_recorded - count for count in counts]
         for running in self._running.values():
-            rewind(running)
+            running.rewind(num_kept)
             running.forget()
         self._num_recorded = 0
 

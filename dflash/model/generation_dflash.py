@@ -139,7 +139,7 @@ def generate_blocks(
             - **adaptive** (`bool`, defaults to `False`): Verifies as many proposals as pay, by the time that steps have taken
               and by how many of their proposals were accepted.
             - **draft_tree** (`int` or `bool`, defaults to `False`): Verifies a tree of the drafter's most probable paths: its
-              number of nodes, or `True` for as many as pay. One prompt only.
+              number of nodes, or `True` for as many as pay. In a batch each text has its own tree.
             - **draft_window** (`(int, int)`): How many of the first and of the newest tokens (up to an eighth more) a drafter
               with full attention reads, and keeps keys of. Default: that in the drafter's config, or all tokens.
             - **compile** (`bool` or `"auto"`, defaults to `"auto"`): `True` compiles in the first call, which takes up to a

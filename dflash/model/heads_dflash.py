@@ -45,7 +45,6 @@ class Path:
     candidate_ids: torch.Tensor  # [B, R, K], the most probable tokens of each position
     scores: torch.Tensor  # [B, R, K] of the candidates, after the tokens chosen before
     probabilities: torch.Tensor | None  # [B, R, K], that the tokens were drawn by; None: each is the best one
-    states: torch.Tensor  # [B, R, H], before the previous token was read
 
 
 class CausalHead:
@@ -136,9 +135,7 @@ class CausalHead:
         places: list[torch.Tensor] = []
         scores = []
         probabilities = []
-        states = []
         for features, top_logits, rows, first in of_positions:
-            states.append(state)
             state = self.read(inputs_before, state)
             of_candidates = self.scores(features, top_logits, rows, state)
             scores.append(of_candidates)
@@ -157,7 +154,6 @@ class CausalHead:
             top_ids,
             torch.stack(scores, dim=1),
             torch.stack(probabilities, dim=1) if probabilities else None,
-            torch.stack(states, dim=1),
         )
 
 

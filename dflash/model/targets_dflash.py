@@ -156,7 +156,7 @@ class Layout:
     ) -> Any:
         """The additive mask of columns at `positions`, by layer type where types differ.
 
-        `ancestors` [S, S] are the columns of a tree that each column sees; `None`: a chain.
+        `ancestors` [B, S, S] are the columns of a tree that each column sees; `None`: a chain.
         """
 
         def of_window(window: int | None) -> torch.Tensor:
@@ -313,20 +313,28 @@ class Target:
         width = token_ids.shape[1]
         with cache.recording(width):
             if cache.is_ragged:
-                return self._verify_batch(token_ids, cache)
+                return self.verify_columns(token_ids, cache)
             return self._forward(token_ids, cache, self._positions(token_ids, cache))
 
-    def _verify_batch(self, token_ids: torch.Tensor, cache: PreallocatedCache) -> tuple[torch.Tensor, torch.Tensor]:
+    def verify_columns(
+        self,
+        token_ids: torch.Tensor,  # [B, S]
+        cache: PreallocatedCache,
+        depths: torch.Tensor | None = None,  # [B, S]
+        ancestors: torch.Tensor | None = None,  # bool [B, S, S]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `verify`, inside `recording`, with masks of its own: for a batch, or for trees, whose columns are at `depths`."""
         num_sequences, width = token_ids.shape
         device = token_ids.device
-        starts = cache.lengths_on(device)
+        starts = cache.lengths_on(device)[:, None]
         columns = torch.arange(width, device=device)
-        positions = starts[:, None] + columns
+        slots = starts + columns
+        positions = slots if depths is None else starts + depths
         num_keys = max(cache.lengths) + width
-        masks = self.layout.masks(positions, num_keys, self.model.dtype)
+        masks = self.layout.masks(positions, num_keys, self.model.dtype, ancestors)
         inputs = {"position_ids": positions, "attention_mask": masks}
         counts = [width] * num_sequences
-        with cache.appending(positions, counts):
+        with cache.appending(slots, counts):
             return self._forward(token_ids, cache, inputs)
 
     def _forward(

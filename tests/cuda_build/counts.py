@@ -44,6 +44,7 @@ MODES: dict[str, tuple[dict[str, Any], int]] = {
     "batch of 4": ({}, 4),
     "sampled": ({}, 1),
     "tree of 24": ({"draft_tree": 24}, 1),
+    "trees in a batch of 4": ({"draft_tree": 24}, 4),
     "adaptive": ({"adaptive": True}, 1),
 }
 NEW_TOKENS = 400
@@ -105,9 +106,6 @@ class Watch(TorchDispatchMode):
         if tensor.device.type == "cuda":
             self.wait()
         shape = tuple(tensor.shape)
-        if len(shape) == 3:  # of a tree: for each position log-probabilities, then tokens
-            ranks = range(shape[2])
-            return [[*[[-0.1 - rank for rank in ranks]] * (shape[1] - 1), [1 + rank for rank in ranks]]] * shape[0]
         if len(shape) == 2 and shape[1] > 1:  # of each sequence the number of accepted tokens, then the tokens
             return [[min(BLOCK_SIZE // 2, shape[1] - 2), *range(1, shape[1])] for _ in range(shape[0])]
         if tensor.dtype == torch.bool:

@@ -39,8 +39,8 @@ def committed() -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", counts.MODES)
 def test_an_eager_step_launches_and_waits_as_counted(mode: str) -> None:
-    """Promise: one wait a step, two for a tree, and no attention of another shape in a text of another length."""
+    """Promise: one wait a step, and no attention of another shape in a text of another length."""
     row = counts.rows_of(counts.SHALLOW, mode)
-    assert row["waits"] == (2 if mode.startswith("tree") else 1)
+    assert row["waits"] == 1
     assert row["new_attention_problems"] == 0
     assert row in committed()["summary"]

@@ -20,7 +20,7 @@ from tiny_models import BLOCK_SIZE, GREEDY, SMALL, ScriptedDrafter, greedy, make
 from torch._dynamo.utils import counters
 
 from dflash import generate_blocks, spec_generate
-from dflash.engine import compiled, fallback_reason, runner
+from dflash.engine import compiled, fallback_reason, runner, trees
 from dflash.engine.state import PairState, fingerprint
 from dflash.evaluation import allocated_memory
 from dflash.model import decoding_dflash
@@ -326,18 +326,20 @@ WAITS: dict[str, tuple[list[int], dict[str, Any], set[int]]] = {
     "rejection": ([17], {"temperature": 0.7, "verification": "rejection"}, {1}),
     "ragged": ([17, -60, 31], {}, {1}),
     "window": ([17], {"draft_window": (4, 12)}, {1}),
-    "tree": ([17], {"draft_tree": 6}, {2}),
+    "tree": ([17], {"draft_tree": 6}, {1}),
+    "ragged trees": ([17, -60, 31], {"draft_tree": 6}, {1}),
     "lookup": ([17], {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2}, {1}),
 }
 
 
 @pytest.mark.parametrize("mode", WAITS)
 def test_the_host_waits_once_in_a_step(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: for what was accepted. Of a tree it waits twice, and where a text has repeated itself lately."""
+    """Promise: for what was accepted, of chains and of trees."""
     lengths, keywords, expected = WAITS[mode]
     pair = Pair.make(seed=11)
     device = LateDevice(pair.target, pair.drafter)
     device.install(monkeypatch)
+    monkeypatch.setattr(trees, "num_promising", lambda totals, *_: totals.shape[1])  # which is asked for on CPUs alone
     num_waits: list[int] = []
     run_step = runner.EngineDecoder.run_step
     commit = runner.EngineDecoder.commit

@@ -23,7 +23,7 @@ from tiny_models import make_target as any_target
 from dflash import generate_blocks, spec_generate
 from dflash.engine import widths
 from dflash.engine.state import PairState
-from dflash.engine.trees import DraftTree, TreeProposals
+from dflash.engine.trees import TreeProposals
 from dflash.engine.widths import LONGEST_PAUSE, SHORTEST_PAUSE, Experience, StepCosts, WidthProposer
 from dflash.model import drafting_dflash
 from dflash.model.acceptance_dflash import Proposals
@@ -290,12 +290,11 @@ def test_no_more_than_the_most_is_proposed(clock: Clock) -> None:
 
 def test_the_first_nodes_of_a_tree_are_verified_if_later_ones_are_never_right(clock: Clock) -> None:
     clock.seconds = lambda width, num_sequences: 1.0 if width == 0 else 1.2 + 0.2 * width
-    tree = DraftTree([11, 12, 13, 14, 15, 16, 17], [0, 0, 1, 1, 2, 2, 3])
+    token_ids, parents = torch.tensor([[[11, 12, 13, 14, 15, 16, 17]], [[0, 0, 1, 1, 2, 2, 3]]])
 
     class Trees(Drafts):
         def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
-            first = DraftTree(tree.token_ids[:most], tree.parents[:most])
-            return TreeProposals(torch.tensor([first.token_ids]), tree=first)
+            return TreeProposals(token_ids[:, :most], parents=parents[:, :most])
 
     proposer = WidthProposer(Trees(), Text(clock).state, 7)
     sequences, anchors, sizes = [TextSequence(0, torch.zeros(9))], torch.zeros(1, 1, dtype=torch.long), []

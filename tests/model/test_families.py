@@ -17,6 +17,7 @@ from tiny_models import (
     BLOCK_SIZE,
     PAD_TOKEN_ID,
     SMALL,
+    BatchScriptedDrafter,
     ForkingDrafter,
     ScriptedDrafter,
     expected_lengths,
@@ -217,13 +218,13 @@ def test_hybrids_verify_trees(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     Between the layers of a step no states of paths are kept: a large model would not have the memory.
     """
-    rewind, num_states = TreeRunningState.rewind_to, set[int]()
+    bring_to_front, num_states = TreeRunningState.bring_to_front, set[int]()
 
     def noted(self: TreeRunningState, *args: Any) -> None:
         num_states.update(len(state) for held in self._states for state in held.values() if state is not None)
-        rewind(self, *args)
+        bring_to_front(self, *args)
 
-    monkeypatch.setattr(TreeRunningState, "rewind_to", noted)
+    monkeypatch.setattr(TreeRunningState, "bring_to_front", noted)
     target, prompt = hybrid_target(name, seed=3), make_prompt(17, vocab_size=32)
     truth = greedy(target, prompt, max_new_tokens=NEW_TOKENS + BLOCK_SIZE, eos_token_id=None)
     # Its second best is right where its best is wrong.
@@ -235,8 +236,15 @@ def test_hybrids_verify_trees(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         taus.append(output.tau)
     assert taus[0] < taus[1]
     assert num_states == {1}
-    paced = spec_generate(drafter, target, prompt, draft_tree=12, adaptive=True, **GREEDY, stop_token_ids=[])
-    assert torch.equal(paced.sequences, truth[:, :-BLOCK_SIZE])
+    prompts = torch.cat([make_prompt(17, seed=seed, vocab_size=32) for seed in (2, 5, 6)])
+    truths = greedy(target, prompts, max_new_tokens=NEW_TOKENS + BLOCK_SIZE, eos_token_id=None)
+    drafter = BatchScriptedDrafter(target, list(truths), mask_token_id=31, **SMALL)
+    together = spec_generate(drafter, target, prompts, draft_tree=12, **GREEDY, stop_token_ids=[])
+    assert torch.equal(together.sequences, truths[:, :-BLOCK_SIZE])
+    assert together.tau > 1.5
+    assert num_states <= {1, 2, 3}
+    paced = spec_generate(drafter, target, prompts, draft_tree=12, adaptive=True, **GREEDY, stop_token_ids=[])
+    assert torch.equal(paced.sequences, truths[:, :-BLOCK_SIZE])
 
 
 @pytest.mark.skipif(LinearAttentionLayer is None, reason="transformers 4 has no common form of recurrent states")

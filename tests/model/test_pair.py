@@ -43,7 +43,9 @@ from dflash.checkpoints import (
     save_checkpoint,
     save_pair,
 )
+from dflash.engine import options
 from dflash.model.cache_dflash import CACHE_NAME
+from dflash.model.targets_dflash import InexactError
 
 
 TARGET, DRAFTER = embedded_path(TARGET_NAME), embedded_path(DRAFTER_NAME)
@@ -269,7 +271,12 @@ def test_every_keyword_of_the_loop_is_known(model: Any) -> None:
 
 
 def test_settings_are_defaults(
-    own_folder: Path, one: Any, truth: Any, inputs: Any, caplog: pytest.LogCaptureFixture
+    own_folder: Path,
+    one: Any,
+    truth: Any,
+    inputs: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Promise: dflash.json says how every request is drafted; a keyword wins; a request that cannot have it does without."""
     said = json.loads((own_folder / "dflash.json").read_text())
@@ -283,7 +290,14 @@ def test_settings_are_defaults(
     assert max(pair.dflash_stats["acceptance_lengths"][0]) > 4
     pair.generate(**inputs, **GREEDY)
     assert len(pair.dflash_stats["acceptance_lengths"]) == 2
-    assert "Drafted without the settings of dflash.json: draft_tree takes one prompt" in caplog.text
+    assert "Drafted without" not in caplog.text
+
+    def refused(request: Any) -> None:
+        raise InexactError("draft_tree came with pixel_values")
+
+    monkeypatch.setattr(options, "_check_tree", refused)
+    assert torch.equal(pair.generate(one, **GREEDY), truth)
+    assert "Drafted without the settings of dflash.json: draft_tree came with pixel_values" in caplog.text
 
 
 class Together(StoppingCriteria):
@@ -607,7 +621,7 @@ def test_what_is_no_pair_is_refused_and_nothing_is_left(folder: Path, tmp_path: 
     """Promise: one sentence before the folder is there."""
     save_checkpoint(make_drafter(), tmp_path / "drafter")
     out = tmp_path / "out"
-    for arguments, options, said in (
+    for arguments, keywords, said in (
         ((TARGET, DRAFTER, folder), {}, "exists: name a folder that does not"),
         ((DRAFTER, TARGET, out), {}, "is a drafter: name the target first"),
         ((folder, DRAFTER, out), {}, "is a pair already: give its target"),
@@ -622,7 +636,7 @@ def test_what_is_no_pair_is_refused_and_nothing_is_left(folder: Path, tmp_path: 
         ((TARGET, DRAFTER, out), {"on_error": "ignore"}, "on_error='ignore': use raise or plain"),
     ):
         with pytest.raises(ValueError, match=said):
-            make_pair(*arguments, **options)
+            make_pair(*arguments, **keywords)
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
