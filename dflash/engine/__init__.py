@@ -10,6 +10,7 @@
 | `steps` | when a step runs whole, and what holds it to eager steps |
 | `compiled` | that function compiled by Inductor |
 | `recorded` | that function recorded as a CUDA graph |
+| `together` | criteria that look at all texts of a batch |
 | `runner` | which of them a request gets |
 | `batching` | a batch whose rows belong to requests of their own |
 | `history` | proposals from earlier texts, for many texts at once |
@@ -23,10 +24,11 @@ from typing import Any
 from .options import check_keywords
 from .runner import EngineDecoder as decoder
 from .state import PairState
+from .together import of_batch
 from .trees import TreeAcceptor as acceptor
 
 
-__all__ = ["acceptor", "check_keywords", "decoder", "fallback_reason"]
+__all__ = ["acceptor", "check_keywords", "decoder", "fallback_reason", "of_batch"]
 
 
 def fallback_reason(drafter: Any, target: Any) -> str | None:

@@ -9,7 +9,7 @@ import torch
 
 from dflash.model.acceptance_dflash import Acceptor, Proposals
 from dflash.model.cache_dflash import PreallocatedCache, chosen
-from dflash.model.decoding_dflash import Decoder, EagerRunner, Step
+from dflash.model.decoding_dflash import Block, Decoder, EagerRunner, Step
 from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer, Proposer
 from dflash.model.requests_dflash import Request
 from dflash.model.sequences_dflash import TextSequence
@@ -20,6 +20,7 @@ from .options import Options
 from .recorded import RecordedRunner
 from .state import PairState
 from .steps import WholeRunner, why_not
+from .together import Together
 from .trees import TreeAcceptance, TreeCache, TreeProposals, TreeProposer, verify_tree
 from .widths import WidthProposer
 from .windows import WindowedCache, WindowedContext
@@ -42,6 +43,23 @@ class EngineDecoder(Decoder):
         super().__init__(request, acceptor, cut)
         self.options = Options.of(request)
         self.pair = PairState.of(request.drafter, request.target)
+        self.together: Together | None = None
+
+    def ask_together(self, criteria: list[Any]) -> None:
+        """Has criteria look at all texts at once."""
+        self.together = Together(self.request, criteria)
+
+    @torch.no_grad()
+    def commit(self, step: Step) -> list[Block]:
+        """As `Decoder.commit`. Blocks of texts that criteria look at together come when their text has ended."""
+        blocks = super().commit(step)
+        together = self.together
+        if together is None:
+            return blocks
+        ended = together.take(blocks, {sequence.index for sequence in self.sequences})
+        live = [place for place, sequence in enumerate(self.sequences) if not together.is_stopped[sequence.index]]
+        self._keep_live(live)
+        return ended
 
     def new_caches(self, num_sequences: int, length: int) -> tuple[PreallocatedCache, DrafterContext]:
         """Empty caches; the drafter's has the request's window."""
