@@ -48,13 +48,18 @@ def _door_of(model: Any) -> Any:
     return door
 
 
+def drafting_of(model: Any) -> Any:
+    """A pair's `drafter`, loaded if it was not, and its `settings`; ValueError for a model that is no pair's."""
+    return _door_of(model).drafting_of(model)
+
+
 def init_for_pair(*args: Any, model: Any, **keywords: Any) -> Any:
     """What a pair's `init_continuous_batching` returns: a [`BatchManager`], with the pair's settings or without, or the target's.
 
     `generate_batch` of transformers takes its manager from there. One warning for each reason says what was left out.
     """
     model.eval()  # as transformers' own does; trainers go back to training afterwards
-    drafting = _door_of(model).drafting_of(model)
+    drafting = drafting_of(model)
     reason = _why_plain(drafting.drafter, model)
     if reason is None:
         ways = [drafting.settings, {}] if drafting.settings else [{}]

@@ -52,7 +52,10 @@ class EngineDecoder(Decoder):
     @torch.no_grad()
     def commit(self, step: Step) -> list[Block]:
         """As `Decoder.commit`. Blocks of texts that criteria look at together come when their text has ended."""
+        sequences = self.sequences
         blocks = super().commit(step)
+        for watch in self.pair.watchers:
+            watch(sequences, blocks)
         together = self.together
         if together is None:
             return blocks
