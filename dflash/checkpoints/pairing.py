@@ -340,11 +340,11 @@ def _check_settings(settings: dict[str, Any], config: Mapping[str, Any], on_erro
     from dflash.engine import check_keywords
     from dflash.model.configuration_dflash import check_values
     from dflash.model.pair_dflash import KEYWORDS
-    from dflash.model.requests_dflash import OTHER_NAMES, SETTINGS
+    from dflash.model.requests_dflash import IS_COUNT_OR_ZERO, OTHER_NAMES, SETTINGS
 
     if on_error not in ("raise", "plain"):
         raise ValueError(f"on_error={on_error!r}: use raise or plain.")
-    known = sorted({*KEYWORDS, *OTHER_NAMES} - NO_SETTINGS)
+    known = sorted({*KEYWORDS, *OTHER_NAMES, "keep_conversations"} - NO_SETTINGS)
     for name in settings:
         if name not in known:
             raise ValueError(f"{name!r} is no setting of a pair: use {', '.join(known)}.")
@@ -353,7 +353,7 @@ def _check_settings(settings: dict[str, Any], config: Mapping[str, Any], on_erro
     if type(block_size) is not int or not 2 <= block_size <= largest:
         remedy = f"use 2 to {largest}, the block that the drafter was trained for"
         raise ValueError(f"block_size={block_size!r} cannot be a setting of this pair: {remedy}.")
-    check_values(settings, SETTINGS)
+    check_values(settings, {**SETTINGS, "keep_conversations": (IS_COUNT_OR_ZERO, "use a number of conversations")})
     check_keywords(settings)
 
 

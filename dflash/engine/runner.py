@@ -37,6 +37,8 @@ RUNNERS: dict[bool | str, type[WholeRunner]] = {
 class EngineDecoder(Decoder):
     """The loop with the engine's proposers and steps."""
 
+    may_reuse = True  # what `keep_conversations` keeps
+
     def __init__(
         self, request: Request, acceptor: Acceptor, cut: Callable[[TextSequence, list[int]], list[int]]
     ) -> None:
@@ -44,6 +46,20 @@ class EngineDecoder(Decoder):
         self.options = Options.of(request)
         self.pair = PairState.of(request.drafter, request.target)
         self.together: Together | None = None
+        self.kept = getattr(request.drafter, "kept_conversations", None) if self.may_reuse else None
+        if request.conversation is not None or len(request.input_ids) > 1 or request.prompt_inputs:
+            self.kept = None
+        if self.kept is not None:
+            prompt_ids = request.input_ids[0]
+            if request.attention_mask is not None:
+                prompt_ids = prompt_ids[request.attention_mask[0].bool()]
+            self.conversation = self.kept.take(prompt_ids.tolist(), request.target, request.drafter)
+
+    def close(self) -> None:
+        """As `Decoder.close`. The caches may be kept for a later request."""
+        super().close()
+        if self.kept is not None:
+            self.kept.give(self.conversation, self.request.target, self.request.drafter)
 
     def ask_together(self, criteria: list[Any]) -> None:
         """Has criteria look at all texts at once."""

@@ -45,7 +45,7 @@ ENGINE_KEYWORDS = (
     "num_looked_up",
 )
 # Settings that the package's engine knows, and the code of a drafter's folder does not.
-ENGINE_SETTINGS = (*ENGINE_KEYWORDS, "max_matching_ngram_size", "prompt_lookup_num_tokens")
+ENGINE_SETTINGS = (*ENGINE_KEYWORDS, "keep_conversations", "max_matching_ngram_size", "prompt_lookup_num_tokens")
 # Keywords that plain `generate` does not know.
 KEYWORDS = (
     *ENGINE_KEYWORDS,
@@ -234,6 +234,9 @@ def _load(model: Any, drafting: Drafting) -> None:
         content = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         on_error = content.get("on_error")
         drafter, settings = _drafter_and_settings(folder, content)
+        num_kept = settings.pop("keep_conversations", 0)
+        if drafter.engine is not None:
+            drafter.engine.keep_conversations(drafter, num_kept)
         with suppress(drafter.InexactError):  # each request says so, and is generated plainly
             drafter.check_target(model)
         drafting.drafter, drafting.settings = drafter, settings
