@@ -283,9 +283,11 @@ def trl(pair: Path) -> str:
 
 
 def trl_batches(pair: Path) -> str:
-    """Two steps of GRPO and of RLOO whose texts come from `generate_batch`."""
+    """Two steps of GRPO and of RLOO whose texts come from `generate_batch`, beside a callback that trains the drafter."""
     import trl
     from datasets import Dataset
+
+    from dflash.trl import DrafterCallback
 
     def reward(completions: Any, **_: Any) -> list[float]:
         return [float(sum(map(str.isdigit, completion[0]["content"]))) for completion in completions]
@@ -304,13 +306,17 @@ def trl_batches(pair: Path) -> str:
             report_to="none",
             use_cpu=True,
             bf16=False,
+            logging_steps=1,
             save_strategy="no",
         )
         data = Dataset.from_list([{"prompt": chat} for chat in CHATS])
-        trainer = getattr(trl, f"{name}Trainer")(str(pair), reward, args=config, train_dataset=data)
+        trainer_class = getattr(trl, f"{name}Trainer")
+        callbacks = [DrafterCallback(every=1, steps=1)]
+        trainer = trainer_class(str(pair), reward, args=config, train_dataset=data, callbacks=callbacks)
         trainer.train()
-        stats = trainer.model.dflash_stats
-        said.append(f"{name}: tau of the last batch {stats['tau']:.2f}")
+        lines = [line for line in trainer.state.log_history if "drafter/tau" in line]
+        taus = ", ".join(f"{line['drafter/tau']:.2f}" for line in lines)
+        said.append(f"{name}: tau of the steps {taus}, {lines[-1]['drafter/steps']} steps of the drafter")
     return "; ".join(said)
 
 
