@@ -218,6 +218,7 @@ def test_without_trust_the_folder_is_the_target_alone(folder: Path) -> None:
 
 
 def test_a_saved_model_is_the_target_alone(model: Any, tmp_path: Path) -> None:
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
