@@ -85,7 +85,7 @@ def serve(pair: Path) -> str:
         drafted, streamed = [ask(chat) for chat in CHATS], [stream(chat) for chat in CHATS]
         with ThreadPoolExecutor(2) as two:
             at_once = list(two.map(ask, CHATS))
-        tau = server._model_manager.loaded_models[f"{pair}@main"].model.dflash_stats["tau"]
+        tau = server._model_manager.loaded_models[str(pair)].model.dflash_stats["tau"]
         beams = json.dumps({"num_beams": 2, "max_new_tokens": 96})
         undrafted = [ask(chat, extra_body={"generation_config": beams}) for chat in CHATS[:2]]
         plain = [ask(chat, TARGET) for chat in CHATS]
