@@ -7,7 +7,7 @@ code have neither: they read the form that they were saved in, and run the plain
 import dflash.dialects as dialects
 import dflash.engine as engine
 
-from .engine.many_texts import generate_batch, init_continuous_batching, init_for_pair
+from .engine.many_texts import generate_batch, init_continuous_batching
 from .model.configuration_dflash import DFlashConfig
 from .model.modeling_dflash import DFlashDraftModel
 from .model.pair_dflash import KEYWORDS
@@ -19,5 +19,4 @@ DFlashConfig.reader = dialects
 DFlashDraftModel.engine = engine
 DFlashDraftModel.generate_batch = generate_batch  # type: ignore[attr-defined]
 DFlashDraftModel.init_continuous_batching = init_continuous_batching  # type: ignore[attr-defined]
-DFlashDraftModel.init_for_pair = init_for_pair  # type: ignore[attr-defined]
 DFlashDraftModel.KEYWORDS = KEYWORDS  # type: ignore[attr-defined]  # pairs of earlier releases read it here

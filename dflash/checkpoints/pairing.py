@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel
 
 
+AUTO_CLASS = "AutoModelForCausalLM"
+AUTO_MAP = {AUTO_CLASS: "custom_generate/generate.DraftedModel"}
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
 INDICES = "*.index.json"
@@ -299,13 +301,28 @@ def _place_drafter(name: str, source: Path, pair: Path, is_on_hub: bool = False)
 
 
 def _write_door(folder: Path, content: Mapping[str, Any]) -> None:
-    """Writes `generate`, and dflash.json with the version of this package."""
+    """Writes `generate` and what leads to it: the auto class in config.json, and dflash.json with this package's version."""
     import dflash.model
 
     (folder / "custom_generate").mkdir()
     door = Path(str(dflash.model.__file__)).with_name("pair_dflash.py")
     shutil.copyfile(door, folder / "custom_generate" / "generate.py")
+    config = _config(folder, "The target")
+    if _loads_by_auto_class(config):
+        # Tools load a model by the first architecture that transformers has, or by AutoModelForCausalLM.
+        config["architectures"] = [AUTO_CLASS, *config["architectures"]]
+        config["auto_map"] = AUTO_MAP
+        _write_json(folder / "config.json", config)
     _write_json(folder / PAIR, {**content, "version": __version__})
+
+
+def _loads_by_auto_class(config: Mapping[str, Any]) -> bool:
+    """Whether `AutoModelForCausalLM` loads a target by the class that its config names. Other targets keep their way."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
+    has_own_code = config.get("auto_map", AUTO_MAP) != AUTO_MAP
+    return name is not None and not has_own_code and config.get("architectures") == [name]
 
 
 def _write_card(folder: Path, name: str, source: Path, **models: str) -> None:
@@ -323,11 +340,11 @@ def _check_settings(settings: dict[str, Any], config: Mapping[str, Any], on_erro
     from dflash.engine import check_keywords
     from dflash.model.configuration_dflash import check_values
     from dflash.model.pair_dflash import KEYWORDS
-    from dflash.model.requests_dflash import OTHER_NAMES, SETTINGS
+    from dflash.model.requests_dflash import IS_COUNT_OR_ZERO, OTHER_NAMES, SETTINGS
 
     if on_error not in ("raise", "plain"):
         raise ValueError(f"on_error={on_error!r}: use raise or plain.")
-    known = sorted({*KEYWORDS, *OTHER_NAMES} - NO_SETTINGS)
+    known = sorted({*KEYWORDS, *OTHER_NAMES, "keep_conversations"} - NO_SETTINGS)
     for name in settings:
         if name not in known:
             raise ValueError(f"{name!r} is no setting of a pair: use {', '.join(known)}.")
@@ -336,7 +353,7 @@ def _check_settings(settings: dict[str, Any], config: Mapping[str, Any], on_erro
     if type(block_size) is not int or not 2 <= block_size <= largest:
         remedy = f"use 2 to {largest}, the block that the drafter was trained for"
         raise ValueError(f"block_size={block_size!r} cannot be a setting of this pair: {remedy}.")
-    check_values(settings, SETTINGS)
+    check_values(settings, {**SETTINGS, "keep_conversations": (IS_COUNT_OR_ZERO, "use a number of conversations")})
     check_keywords(settings)
 
 

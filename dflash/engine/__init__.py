@@ -10,8 +10,10 @@
 | `steps` | when a step runs whole, and what holds it to eager steps |
 | `compiled` | that function compiled by Inductor |
 | `recorded` | that function recorded as a CUDA graph |
+| `together` | criteria that look at all texts of a batch |
 | `runner` | which of them a request gets |
 | `batching` | a batch whose rows belong to requests of their own |
+| `conversations` | the caches of texts that have ended, for prompts that go on from them |
 | `history` | proposals from earlier texts, for many texts at once |
 | `manager` | many texts at once: `generate_batch`, and a manager for requests that come at any time |
 
@@ -20,13 +22,22 @@ A checkpoint's own code has none of it and refuses its keywords by name.
 
 from typing import Any
 
+from .conversations import KeptConversations
 from .options import check_keywords
 from .runner import EngineDecoder as decoder
 from .state import PairState
+from .together import of_batch
 from .trees import TreeAcceptor as acceptor
 
 
-__all__ = ["acceptor", "check_keywords", "decoder", "fallback_reason"]
+__all__ = ["acceptor", "check_keywords", "decoder", "fallback_reason", "keep_conversations", "of_batch"]
+
+
+def keep_conversations(drafter: Any, most: int) -> None:
+    """Has each request of one prompt go on from the caches of an earlier text, of which the `most` used last are kept."""
+    drafter.kept_conversations = (
+        KeptConversations(most) if most else None
+    )  # and no state of the process: they hold the models
 
 
 def fallback_reason(drafter: Any, target: Any) -> str | None:

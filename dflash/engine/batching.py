@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from dflash.model.requests_dflash import Request, check_masks
 from dflash.model.sequences_dflash import TextSequence
 from dflash.model.targets_dflash import InexactError
 
+from .conversations import Conversations
 from .history import History, HistoryProposer
 from .lookup import LookupProposer
 from .runner import EngineDecoder
@@ -101,48 +101,6 @@ def append_context(context: DrafterContext, source: DrafterContext, origin: int)
     context.waiting = Context(features, [*waiting.num_real, 0])
 
 
-class Conversations:
-    """The caches of texts that have ended, for prompts that go on from them. The least recently used are dropped first."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._kept: list[Conversation] = []  # the last used one last
-
-    @property
-    def num_positions(self) -> int:
-        """The positions of all their texts."""
-        return sum(len(conversation.token_ids) for conversation in self._kept)
-
-    def find(self, prompt_ids: list[int]) -> Conversation | None:
-        """The one that shares most with a prompt, if that is half of its text or more."""
-
-        def num_shared(conversation: Conversation) -> int:
-            pairs = zip(conversation.token_ids, prompt_ids, strict=False)
-            return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-        best = max(self._kept, key=num_shared, default=None)
-        if best is None or 2 * num_shared(best) < len(best.token_ids):
-            return None
-        return best
-
-    def take(self, conversation: Conversation) -> Conversation:
-        """Gives one away: its caches are about to change."""
-        self._kept.remove(conversation)
-        return conversation
-
-    def add(self, conversation: Conversation) -> None:
-        """Keeps the caches of a text."""
-        self._kept.append(conversation)
-        self.drop_to(self.most)
-
-    def drop_to(self, most: int) -> None:
-        """Keeps at most this many."""
-        self._kept = self._kept[max(0, len(self._kept) - most) :]
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-
 # -- a request
 
 
@@ -155,6 +113,7 @@ class Member(EngineDecoder):
     """
 
     place = 0
+    may_reuse = False  # a manager keeps conversations itself
 
     def __init__(
         self, request: Request, acceptor: Acceptor, cut: Callable[[TextSequence, list[int]], list[int]]

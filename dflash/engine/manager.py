@@ -25,7 +25,8 @@ from dflash.model.generation_dflash import generate_blocks
 from dflash.model.requests_dflash import IS_COUNT, IS_COUNT_OR_ZERO, first_of, own_processors
 from dflash.model.targets_dflash import InexactError, max_positions
 
-from .batching import Batch, Conversations, Member, read_prompts
+from .batching import Batch, Member, read_prompts
+from .conversations import Conversations
 from .history import History
 from .tickets import BatchOutput, Cancelled, ThreadStatus, Ticket, as_prompt
 

@@ -22,49 +22,70 @@ logger = logging.get_logger(__name__)
 
 
 def draft_batches(model: Any) -> Any:
-    """Has `generate_batch` and `init_continuous_batching` of a pair's model draft, and returns the model.
+    """Has `generate_batch` and `init_continuous_batching` of a pair's model draft, and returns the model. No other is changed.
 
-    transformers binds a folder's `generate` when it loads it, and nothing else; so this takes a call. It changes this model alone.
+    `AutoModelForCausalLM` does this when it loads a pair's folder. A model that its own class has loaded takes this call.
 
     Raises:
         ValueError: for a model that was not loaded from a pair's folder with `trust_remote_code=True`.
 
     Example:
-        >>> model = draft_batches(AutoModelForCausalLM.from_pretrained(pair, trust_remote_code=True))
+        >>> model = draft_batches(Qwen3ForCausalLM.from_pretrained(pair, trust_remote_code=True))
         >>> outputs = model.generate_batch(prompt_ids, generation_config=config)
     """
-    function = getattr(model.generate, "func", None)
-    door: Any = sys.modules.get(getattr(function, "__module__", ""))
-    if not hasattr(door, "init_continuous_batching"):
-        name = type(model).__name__
-        raise ValueError(f"This {name} is no pair: load the folder of `dflash pair` with trust_remote_code=True.")
-    model.init_continuous_batching = partial(door.init_continuous_batching, model=model)
+    _door_of(model)
+    model.init_continuous_batching = partial(init_for_pair, model=model)
     return model
 
 
-def init_for_pair(drafter: Any, target: Any, settings: dict[str, Any], *args: Any, **keywords: Any) -> Any:
+def _door_of(model: Any) -> Any:
+    """The code in a pair's folder, which has bound the model's `generate`."""
+    function = getattr(model.generate, "func", None)
+    door: Any = sys.modules.get(getattr(function, "__module__", ""))
+    if not hasattr(door, "drafting_of"):
+        name = type(model).__name__
+        raise ValueError(f"This {name} is no pair: load the folder of `dflash pair` with trust_remote_code=True.")
+    return door
+
+
+def drafting_of(model: Any) -> Any:
+    """A pair's `drafter`, loaded if it was not, and its `settings`; ValueError for a model that is no pair's."""
+    return _door_of(model).drafting_of(model)
+
+
+def init_for_pair(*args: Any, model: Any, **keywords: Any) -> Any:
     """What a pair's `init_continuous_batching` returns: a [`BatchManager`], with the pair's settings or without, or the target's.
 
     `generate_batch` of transformers takes its manager from there. One warning for each reason says what was left out.
     """
-    target.eval()  # as transformers' own does; trainers go back to training afterwards
-    reason = None
-    if not hasattr(GenerationOutput, "is_finished"):  # its `generate_batch` waits forever for a request that failed
-        reason = "continuous batching is drafted with transformers 5."
-    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(target):
-        reason = "processes that share weights (ZeRO-3 or FSDP) accept drafts differently."
+    model.eval()  # as transformers' own does; trainers go back to training afterwards
+    drafting = drafting_of(model)
+    reason = _why_plain(drafting.drafter, model)
     if reason is None:
-        ways = [settings, {}] if settings else [{}]
-        for own in ways:
+        ways = [drafting.settings, {}] if drafting.settings else [{}]
+        for settings in ways:
             try:
-                return init_continuous_batching(drafter, *args, target=target, **{**own, **keywords})
+                return BatchManager(drafting.drafter, model, *args, **{**settings, **keywords})
             except InexactError as error:  # which comes before any forward
                 reason = str(error)
-            if own:
+            if settings:
                 logger.warning_once(f"Drafted without the settings of the pair: {reason}")
     logger.warning_once(f"Generated without drafts: {reason}")
-    target_class: Any = type(target)  # its own method, where a folder has bound another to the model
-    return target_class.init_continuous_batching(target, *args, **keywords)
+    target_class: Any = type(model)
+    return target_class.init_continuous_batching(model, *args, **keywords)
+
+
+def _why_plain(drafter: Any, target: Any) -> str | None:
+    """Why no batch of a pair is drafted; `None`: it may be."""
+    if drafter is None:
+        return "the pair has no drafter that can be used."
+    if drafter.engine is None:
+        return "the drafter runs by the code in its folder."
+    if not hasattr(GenerationOutput, "is_finished"):  # its `generate_batch` waits forever for a request that failed
+        return "continuous batching is drafted with transformers 5."
+    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(target):
+        return "processes that share weights (ZeRO-3 or FSDP) accept drafts differently."
+    return None
 
 
 def init_continuous_batching(drafter: Any, *args: Any, target: Any, **keywords: Any) -> BatchManager:

@@ -9,7 +9,7 @@ import torch
 
 from dflash.model.acceptance_dflash import Acceptor, Proposals
 from dflash.model.cache_dflash import PreallocatedCache
-from dflash.model.decoding_dflash import Decoder, EagerRunner, Step
+from dflash.model.decoding_dflash import Block, Decoder, EagerRunner, Step
 from dflash.model.drafting_dflash import DrafterContext, DraftProposer, Proposer
 from dflash.model.requests_dflash import Request
 from dflash.model.sequences_dflash import TextSequence
@@ -20,6 +20,7 @@ from .options import Options
 from .recorded import RecordedRunner
 from .state import PairState
 from .steps import WholeRunner, why_not
+from .together import Together
 from .trees import TreeAcceptance, TreeCache, TreeProposals, TreeProposer
 from .widths import WidthProposer
 from .windows import WindowedCache, WindowedContext
@@ -36,12 +37,48 @@ RUNNERS: dict[bool | str, type[WholeRunner]] = {
 class EngineDecoder(Decoder):
     """The loop with the engine's proposers and steps."""
 
+    may_reuse = True  # what `keep_conversations` keeps
+
     def __init__(
         self, request: Request, acceptor: Acceptor, cut: Callable[[TextSequence, list[int]], list[int]]
     ) -> None:
         super().__init__(request, acceptor, cut)
         self.options = Options.of(request)
         self.pair = PairState.of(request.drafter, request.target)
+        self.together: Together | None = None
+        self.kept = getattr(request.drafter, "kept_conversations", None) if self.may_reuse else None
+        if request.conversation is not None or len(request.input_ids) > 1 or request.prompt_inputs:
+            self.kept = None
+        if self.kept is not None:
+            prompt_ids = request.input_ids[0]
+            if request.attention_mask is not None:
+                prompt_ids = prompt_ids[request.attention_mask[0].bool()]
+            self.conversation = self.kept.take(prompt_ids.tolist(), request.target, request.drafter)
+
+    def close(self) -> None:
+        """As `Decoder.close`. The caches may be kept for a later request."""
+        super().close()
+        if self.kept is not None:
+            self.kept.give(self.conversation, self.request.target, self.request.drafter)
+
+    def ask_together(self, criteria: list[Any]) -> None:
+        """Has criteria look at all texts at once."""
+        self.together = Together(self.request, criteria)
+
+    @torch.no_grad()
+    def commit(self, step: Step) -> list[Block]:
+        """As `Decoder.commit`. Blocks of texts that criteria look at together come when their text has ended."""
+        sequences = self.sequences
+        blocks = super().commit(step)
+        for watch in self.pair.watchers:
+            watch(sequences, blocks)
+        together = self.together
+        if together is None:
+            return blocks
+        ended = together.take(blocks, {sequence.index for sequence in self.sequences})
+        live = [place for place, sequence in enumerate(self.sequences) if not together.is_stopped[sequence.index]]
+        self._keep_live(live)
+        return ended
 
     def new_caches(self, num_sequences: int, length: int) -> tuple[PreallocatedCache, DrafterContext]:
         """Empty caches; the drafter's has the request's window."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
 from dflash.model.attention_dflash import attention_of
+from dflash.model.decoding_dflash import Block
+from dflash.model.sequences_dflash import TextSequence
 
 from .whole import WholeFunction
 
@@ -32,12 +35,14 @@ class PairState:
         recordings (`OrderedDict[Any, Recording]`): Recordings that no text runs on, the last used one last.
         eager_seconds (`defaultdict[Any, float]`): What eager steps have taken, by the kind of step.
         widths (`dict[Any, Any]`): What `WidthProposer` has learned, by the kind of step.
+        watchers (`list[Callable]`): Called after each step with its sequences and their blocks.
     """
 
     def __init__(self, drafter: Any, target: Any) -> None:
         self._models = (weakref.ref(target), weakref.ref(drafter))
         self.lock = threading.RLock()
         self.widths: dict[Any, Any] = {}
+        self.watchers: list[Callable[[Sequence[TextSequence], Sequence[Block]], None]] = []
         self._forget()
 
     @classmethod

@@ -382,6 +382,10 @@ class Decoder:
         for place, sequence in enumerate(self.sequences):
             if not sequence.is_done:
                 live.append(place)
+        self._keep_live(live)
+
+    def _keep_live(self, live: list[int]) -> None:
+        """Drops all sequences except those at these places."""
         if live and len(live) < len(self.sequences):
             self.runner.keep_sequences(live)
             self.anchors = chosen(self.anchors, 0, live)

@@ -324,15 +324,20 @@ def _decoder(
     if conversation is not None:
         conversation.check(request.target, request.drafter)
 
-    def is_done(text_ids: torch.Tensor) -> bool:
-        return bool(criteria(text_ids, None).all())
-
+    engine = request.drafter.engine  # None has none of it
     num_sequences = len(request.input_ids)
+    of_batch = engine.of_batch(criteria) if engine is not None and num_sequences > 1 else []
+    of_texts = StoppingCriteriaList(criterion for criterion in criteria if criterion not in of_batch)
+
+    def is_done(text_ids: torch.Tensor) -> bool:
+        return bool(of_texts(text_ids, None).all())
+
     own = own_processors(processors, num_sequences)
-    cut = make_cutter(criteria, request.max_new_tokens)
-    engine = request.drafter.engine  # None has neither
+    cut = make_cutter(of_texts, request.max_new_tokens)
     acceptor = getattr(engine, "acceptor", Acceptor)(request, own, is_done)
     decoder: Decoder = (decoder_class or getattr(engine, "decoder", Decoder))(request, acceptor, cut)
+    if of_batch:
+        decoder.ask_together(of_batch)  # type: ignore[attr-defined]
     return decoder
 
 

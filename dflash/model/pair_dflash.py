@@ -1,12 +1,14 @@
-"""The `generate` of a pair's folder, and its continuous batching: the target's own text, drafted.
+"""The `generate` of a pair's folder: the target's own text, drafted.
 
-`dflash pair` writes this file into the folder as `custom_generate/generate.py`, and nowhere else. transformers binds it as
-`model.generate` where the folder is loaded with `trust_remote_code=True`. It changes nothing but that model.
+`dflash pair` writes this file into the folder as `custom_generate/generate.py`, and nowhere else. Where the folder is loaded with
+`trust_remote_code=True`, transformers binds `generate` to the model, and `AutoModelForCausalLM` loads it through `DraftedModel`, so
+that the package can bind continuous batching. Nothing but that model is changed.
 
 The first request loads the drafter. The package does it (`dflash-transformers`, imported as `dflash`) where one is installed that
 is not older than the folder; its engine then makes the steps faster. Else the code beside the drafter's weights runs.
 """
 
+import copy
 import importlib
 import json
 import re
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoModel, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
@@ -43,7 +45,7 @@ ENGINE_KEYWORDS = (
     "num_looked_up",
 )
 # Settings that the package's engine knows, and the code of a drafter's folder does not.
-ENGINE_SETTINGS = (*ENGINE_KEYWORDS, "max_matching_ngram_size", "prompt_lookup_num_tokens")
+ENGINE_SETTINGS = (*ENGINE_KEYWORDS, "keep_conversations", "max_matching_ngram_size", "prompt_lookup_num_tokens")
 # Keywords that plain `generate` does not know.
 KEYWORDS = (
     *ENGINE_KEYWORDS,
@@ -76,13 +78,36 @@ class Drafting:
         return Drafting, ()
 
 
-def init_continuous_batching(*args: Any, model: Any, **kwargs: Any) -> Any:
-    """The model's own method, drafted where the package is installed, whose `draft_batches` binds it to a model."""
-    drafting = _drafting_of(model)
-    if hasattr(drafting.drafter, "init_for_pair"):
-        return drafting.drafter.init_for_pair(model, drafting.settings, *args, **kwargs)
-    logger.warning_once("Continuous batching is drafted where the package dflash-transformers is installed.")
-    return type(model).init_continuous_batching(model, *args, **kwargs)
+class DraftedModel:
+    """What `AutoModelForCausalLM` loads a pair's folder by: the target's own class, drafted wherever the package can."""
+
+    @staticmethod
+    def register_for_auto_class(auto_class: Any = None) -> None:
+        """Does nothing: a saved model is the target alone, without code."""
+
+    @staticmethod
+    def from_pretrained(name: Any, *args: Any, config: Any, **kwargs: Any) -> Any:
+        """As that of the target's class. Where the package is installed, its `draft_batches` binds continuous batching."""
+        loaded = AutoModelForCausalLM.from_pretrained(name, *args, config=_config_of_target(config), **kwargs)
+        if _why_own_code("0") is None:
+            package: Any = importlib.import_module("dflash")
+            if hasattr(package, "draft_batches"):  # which earlier ones lack
+                package.draft_batches(
+                    loaded[0] if isinstance(loaded, tuple) else loaded
+                )  # or with a report of the load
+        return loaded
+
+    @staticmethod
+    def _from_config(config: Any, **kwargs: Any) -> Any:
+        return AutoModelForCausalLM.from_config(_config_of_target(config), **kwargs)
+
+
+def _config_of_target(config: Any) -> Any:
+    """A pair's config as the target's, by which its own class is loaded and saved."""
+    config = copy.deepcopy(config)
+    del config.auto_map
+    config.architectures = config.architectures[1:]
+    return config
 
 
 def generate(
@@ -111,12 +136,12 @@ def generate(
         kwargs["input_ids"] = inputs
     if kwargs.get("custom_generate") is not None:  # the loop asks the class's own generate to prepare the request
         return plain(model, **kwargs)
-    drafting = _drafting_of(model) if dflash else Drafting()
+    drafting = drafting_of(model) if dflash else Drafting()
     drafter = drafting.drafter
     plain_keywords = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
     if drafter is None:
         return plain(model, **plain_keywords)
-    reason = _why_plain(model, kwargs)
+    reason = _why_plain(drafter, model, kwargs)
     if reason is None:
         for settings in (drafting.settings, {}):
             try:
@@ -129,7 +154,7 @@ def generate(
     return plain(model, **plain_keywords)
 
 
-def _why_plain(model: Any, keywords: Keywords) -> str | None:
+def _why_plain(drafter: Any, model: Any, keywords: Keywords) -> str | None:
     """Why a request is not given to the loop; `None`: it is."""
     input_ids = keywords.get("input_ids")
     if input_ids is None:
@@ -139,8 +164,9 @@ def _why_plain(model: Any, keywords: Keywords) -> str | None:
     num_texts = len(input_ids)
     for criterion in keywords.get("stopping_criteria") or ():
         kind = type(criterion)
-        if num_texts > 1 and not kind.__module__.startswith("transformers."):
-            return f"{kind.__name__} may look at all {num_texts} texts at once, and they grow apart."
+        is_foreign = not kind.__module__.startswith("transformers.")
+        if num_texts > 1 and is_foreign and drafter.engine is None:
+            return f"{kind.__name__} may look at all {num_texts} texts at once, which needs the package."
     return None
 
 
@@ -181,7 +207,7 @@ def _default(model: Any, keywords: Keywords, name: str) -> Any:
 # -- the drafter
 
 
-def _drafting_of(model: Any) -> Drafting:
+def drafting_of(model: Any) -> Drafting:
     """What the model drafts with, loaded at the first call. The drafter follows a model that has moved."""
     drafting: Drafting = vars(model).setdefault("_dflash_drafting", Drafting())
     embedding = model.get_input_embeddings()
@@ -208,6 +234,9 @@ def _load(model: Any, drafting: Drafting) -> None:
         content = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         on_error = content.get("on_error")
         drafter, settings = _drafter_and_settings(folder, content)
+        num_kept = settings.pop("keep_conversations", 0)
+        if drafter.engine is not None:
+            drafter.engine.keep_conversations(drafter, num_kept)
         with suppress(drafter.InexactError):  # each request says so, and is generated plainly
             drafter.check_target(model)
         drafting.drafter, drafting.settings = drafter, settings

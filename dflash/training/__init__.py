@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .loading import Prepared, hold_out, make_drafter, prepare, prompt_of
     from .losses import LOSSES, chunked_loss, decay_weights, default_gamma
     from .objective import DrafterLoss
+    from .online import OnlineTrainer, Rollouts
     from .optimizers import build_optimizers
     from .rehearsal import rehearse
     from .run import RunOptions, claimed, tracker_options, train, train_drafter
@@ -53,7 +54,9 @@ __all__ = [
     "DrafterLoss",
     "Example",
     "FrozenTarget",
+    "OnlineTrainer",
     "Prepared",
+    "Rollouts",
     "RunOptions",
     "Trace",
     "Trainer",

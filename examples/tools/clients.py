@@ -56,16 +56,21 @@ def pipeline(pair: Path) -> str:
     return "; ".join(told)
 
 
-def serve(pair: Path) -> str:
-    """`transformers serve` and the openai client: plain, streamed, two at once, one that cannot be drafted, the target."""
+def served(**options: Any) -> tuple[Any, Any]:
+    """A running `transformers serve`, and a client of it."""
     import openai
     from transformers.cli.serve import Serve
 
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    server = Serve(trust_remote_code=True, device="cpu", dtype="float32", port=port, non_blocking=True)
-    client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=20)
+    server = Serve(trust_remote_code=True, device="cpu", dtype="float32", port=port, non_blocking=True, **options)
+    return server, openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=20)
+
+
+def serve(pair: Path) -> str:
+    """`transformers serve` and the openai client: plain, streamed, two at once, one that cannot be drafted, the target."""
+    server, client = served()
 
     def ask(chat: Any, folder: Path = pair, **options: Any) -> str:
         asked = {"messages": chat, "max_tokens": 96, "temperature": 0.0, **options}
@@ -80,7 +85,7 @@ def serve(pair: Path) -> str:
         drafted, streamed = [ask(chat) for chat in CHATS], [stream(chat) for chat in CHATS]
         with ThreadPoolExecutor(2) as two:
             at_once = list(two.map(ask, CHATS))
-        tau = server._model_manager.loaded_models[f"{pair}@main"].model.dflash_stats["tau"]
+        tau = server._model_manager.loaded_models[str(pair)].model.dflash_stats["tau"]
         beams = json.dumps({"num_beams": 2, "max_new_tokens": 96})
         undrafted = [ask(chat, extra_body={"generation_config": beams}) for chat in CHATS[:2]]
         plain = [ask(chat, TARGET) for chat in CHATS]
@@ -92,6 +97,40 @@ def serve(pair: Path) -> str:
     return "; ".join(f"{name}: {same(texts, plain)}" for name, texts in told.items()) + (
         f"; beams: {same(undrafted, wide)}; tau of the last {tau:.2f}"
     )
+
+
+def serve_batches(pair: Path) -> str:
+    """`transformers serve --continuous-batching`: eight at once, and eight of which every other one is cancelled."""
+    written = []
+    for folder in (pair, TARGET):
+        server, client = served(continuous_batching=True)
+        options: dict[str, Any] = {"model": str(folder), "max_tokens": 96, "temperature": 0.0}
+
+        def stream(number: int, is_cancelled: bool = False, client: Any = client, options: Any = options) -> str:
+            chunks = client.chat.completions.create(messages=CHATS[number], stream=True, **options)
+            text = ""
+            for chunk in chunks:
+                text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+                if is_cancelled and text:
+                    chunks.close()
+                    return text
+            return text
+
+        def ask(number: int, client: Any = client, options: Any = options) -> str:
+            answer = client.chat.completions.create(messages=CHATS[number], **options)
+            return answer.choices[0].message.content
+
+        numbers = range(len(CHATS))
+        try:
+            with ThreadPoolExecutor(8) as eight:
+                at_once = [*eight.map(ask, numbers), *eight.map(stream, numbers)]
+                beside = list(eight.map(stream, numbers, [number % 2 == 1 for number in numbers]))[::2]
+        finally:
+            manager = server._generation_state._cb_manager._cb
+            server.kill_server()
+        written.append((at_once, beside, type(manager).__name__))
+    (at_once, beside, manager), (plain, plain_beside, _) = written
+    return f"{manager}; eight at once: {same(at_once, plain)}; beside cancelled ones: {same(beside, plain_beside)}"
 
 
 def lm_eval(pair: Path) -> str:
@@ -123,14 +162,14 @@ def lm_eval(pair: Path) -> str:
     (folder / "problems.yaml").write_text(json.dumps(task))  # JSON is YAML
     scores, texts, tau = [], [], 0.0
     for name in (pair, TARGET):
-        model = HFLM(pretrained=str(name), device="cpu", batch_size=1, **OPTIONS)
+        model = HFLM(pretrained=str(name), device="cpu", batch_size=4, **OPTIONS)
         manager = TaskManager(include_path=str(folder), include_defaults=False)
         options: dict[str, Any] = {"apply_chat_template": True, "log_samples": True, "bootstrap_iters": 0}
         done = harness.simple_evaluate(model=model, tasks=["problems"], task_manager=manager, **options)
         scores.append(done["results"]["problems"]["exact_match,final"])
         texts.append([sample["resps"] for sample in done["samples"]["problems"]])
         tau = getattr(model.model, "dflash_stats", {"tau": tau})["tau"]
-    return f"{same(*texts)}; scores {scores[0]:.3f} and {scores[1]:.3f}; tau of the last {tau:.2f}"
+    return f"batches of 4: {same(*texts)}; scores {scores[0]:.3f} and {scores[1]:.3f}; tau of the last {tau:.2f}"
 
 
 LIGHTEVAL_TASK = """
@@ -178,14 +217,15 @@ def lighteval(pair: Path) -> str:
             tasks="problems|0",
             pipeline_parameters=PipelineParameters(ParallelismManager.ACCELERATE, custom_tasks_directory=str(task)),
             evaluation_tracker=EvaluationTracker(output_dir=str(folder / "out")),
-            model_config=TransformersModelConfig(model_name=str(name), device="cpu", batch_size=1, **OPTIONS),
+            model_config=TransformersModelConfig(model_name=str(name), device="cpu", batch_size=4, **OPTIONS),
         )
         model = run.model.model
         run.evaluate()
         taus.append(getattr(model, "dflash_stats", {}).get("tau"))
         scores.append(run.get_results()["results"]["all"]["extractive_match"])
         texts.append([row.model_response.text for row in next(iter(run.get_details().values()))])
-    return f"{same(*texts)}; scores {scores[0]:.3f} and {scores[1]:.3f}; tau of the last {taus[0]:.2f}"
+    figures = f"scores {scores[0]:.3f} and {scores[1]:.3f}; tau of the last {taus[0]:.2f}"
+    return f"batches of 4: {same(*texts)}; {figures}"
 
 
 def trl(pair: Path) -> str:
@@ -242,12 +282,52 @@ def trl(pair: Path) -> str:
     )
 
 
+def trl_batches(pair: Path) -> str:
+    """Two steps of GRPO and of RLOO whose texts come from `generate_batch`, beside a callback that trains the drafter."""
+    import trl
+    from datasets import Dataset
+
+    from dflash.trl import DrafterCallback
+
+    def reward(completions: Any, **_: Any) -> list[float]:
+        return [float(sum(map(str.isdigit, completion[0]["content"]))) for completion in completions]
+
+    torch.set_grad_enabled(True)
+    said = []
+    for name in ("GRPO", "RLOO"):
+        config = getattr(trl, f"{name}Config")(
+            tempfile.mkdtemp(),
+            use_transformers_continuous_batching=True,
+            max_steps=2,
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=64,
+            model_init_kwargs=OPTIONS,
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            logging_steps=1,
+            save_strategy="no",
+        )
+        data = Dataset.from_list([{"prompt": chat} for chat in CHATS])
+        trainer_class = getattr(trl, f"{name}Trainer")
+        callbacks = [DrafterCallback(every=1, steps=1)]
+        trainer = trainer_class(str(pair), reward, args=config, train_dataset=data, callbacks=callbacks)
+        trainer.train()
+        lines = [line for line in trainer.state.log_history if "drafter/tau" in line]
+        taus = ", ".join(f"{line['drafter/tau']:.2f}" for line in lines)
+        said.append(f"{name}: tau of the steps {taus}, {lines[-1]['drafter/steps']} steps of the drafter")
+    return "; ".join(said)
+
+
 TOOLS = {
     "pipeline": ("transformers", pipeline),
     "serve": ("openai", serve),
+    "serve_batches": ("openai", serve_batches),
     "lm_eval": ("lm_eval", lm_eval),
     "lighteval": ("lighteval", lighteval),
     "trl": ("trl", trl),
+    "trl_batches": ("trl", trl_batches),
 }
 
 

@@ -1,9 +1,10 @@
-"""A pair's folder and many texts: what calls transformers' continuous batching gets drafted texts, after one call."""
+"""A pair's folder and many texts: what loads the folder and calls transformers' continuous batching gets drafted texts."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -11,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3ForCausalLM,
+)
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.utils.logging import warning_once
@@ -28,8 +37,14 @@ needs_5 = pytest.mark.skipif(
 
 
 def load(folder: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
-    return draft_batches(model.eval())
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+
+
+def load_by_name(folder: Path) -> Any:
+    """As `transformers serve` and trl load a model: by the class that its config names."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model_class = getattr(transformers, config.architectures[0])
+    return model_class.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -162,15 +177,80 @@ def test_settings_that_a_batch_cannot_have_are_left_out(
     assert any("Drafted without the settings" in record.message for record in caplog.records)
 
 
-def test_without_the_package_it_is_plain_with_one_warning(
-    folder: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: Any
+def test_without_the_package_the_methods_are_the_models_own(
+    folder: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "dflash", None)
     bare = load(folder)
+    assert "init_continuous_batching" not in vars(bare)
+    assert bare.init_continuous_batching() == "plain"
+    assert "generate" in vars(bare)
+
+
+@needs_5
+def test_a_package_older_than_the_folder_writes_plain_batches_with_one_warning(
+    tmp_path: Path, plain: list[Any], caplog: Any
+) -> None:
+    own = make_pair(TARGET, DRAFTER, tmp_path / "pair")
+    content = json.loads((own / "dflash.json").read_text())
+    (own / "dflash.json").write_text(json.dumps({**content, "version": "99.0.0"}))
+    model = load(own)
     for _ in range(2):
-        assert bare.init_continuous_batching() == "plain"
-    warnings = [record for record in caplog.records if "dflash-transformers is installed" in record.message]
+        assert model.init_continuous_batching() == "plain"
+    warnings = [record for record in caplog.records if "the code in its folder" in record.message]
     assert len(warnings) == 1
+
+
+@needs_5
+def test_a_tool_that_loads_by_the_configs_class_is_drafted(
+    folder: Path, prompts: list[list[int]], truths: list[list[int]]
+) -> None:
+    outputs = load_by_name(folder).generate_batch(prompts, generation_config=GenerationConfig(**SETTINGS))
+    assert [output.generated_tokens for output in outputs.values()] == truths
+    assert all(isinstance(output, BatchOutput) for output in outputs.values())
+
+
+@needs_5  # transformers 4 trusts a local folder's `generate`
+def test_without_trust_the_folder_is_the_target_alone(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, dtype=torch.float32)
+    assert type(model) is Qwen3ForCausalLM
+    assert not {"generate", "init_continuous_batching"} & set(vars(model))
+
+
+def test_a_saved_model_is_the_target_alone(model: Any, tmp_path: Path) -> None:
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert "auto_map" not in config
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    assert "generate" not in vars(saved)
+
+
+def test_an_empty_model_of_the_config_is_the_targets(folder: Path) -> None:
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    assert type(empty) is Qwen3ForCausalLM
+    assert config.architectures[0] == "AutoModelForCausalLM"  # the caller's config is not changed
+
+
+@needs_5
+def test_a_model_loaded_by_its_own_class_is_drafted_after_one_call(folder: Path) -> None:
+    model = Qwen3ForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    assert "init_continuous_batching" not in vars(model)
+    assert isinstance(draft_batches(model).init_continuous_batching(GenerationConfig(**SETTINGS)), BatchManager)
+
+
+def test_a_target_with_code_of_its_own_keeps_it(folder: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(TARGET, tmp_path / "target"))
+    config = json.loads((own / "config.json").read_text())
+    own_map = {"AutoModelForCausalLM": "modeling_own.OwnModel"}
+    (own / "config.json").write_text(json.dumps({**config, "auto_map": own_map}))
+    pair = make_pair(own, DRAFTER, tmp_path / "pair")
+    written = json.loads((pair / "config.json").read_text())
+    assert written["auto_map"] == own_map
+    assert written["architectures"] == config["architectures"]
 
 
 @needs_5

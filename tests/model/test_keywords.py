@@ -102,6 +102,13 @@ class SumIsLarge(StoppingCriteria):
         return input_ids.sum(dim=1) > 450
 
 
+class AllSumsAreLarge(SumIsLarge):
+    """Stops all texts together, as criteria of lm-eval and lighteval do."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:  # type: ignore[override]
+        return bool(super().__call__(input_ids, scores).all())
+
+
 # Greedy: the text of plain `generate`, for a batch of three.
 
 GREEDY: dict[str, dict[str, Any]] = {
@@ -137,6 +144,12 @@ GREEDY_CALLS: dict[str, dict[str, Any]] = {
     "logits_processor": {"logits_processor": [AvoidsTheLast()]},
     "logits_processor beside repetition_penalty": {"logits_processor": [AvoidsTheLast()], "repetition_penalty": 1.3},
     "stopping_criteria": {"stopping_criteria": [SumIsLarge()], **UNUSED_STOP},
+    "stopping_criteria without a stop token": {"stopping_criteria": [SumIsLarge()]},
+    "stopping_criteria of all texts": {"stopping_criteria": [AllSumsAreLarge()], **UNUSED_STOP},
+    "stopping_criteria beside early stops": {
+        "stopping_criteria": [SumIsLarge(), AllSumsAreLarge()],
+        "eos_token_id": EARLY_IDS,
+    },
     "stop_strings": {"stop_strings": ["T3 T", 'W""', "GB3", "no"], "tokenizer": make_tokenizer(), **UNUSED_STOP},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, ids: [30 + row, 40 + len(ids), 3]},
 }

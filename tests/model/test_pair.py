@@ -313,16 +313,22 @@ class Together(StoppingCriteria):
         return all(self.has_stopped)
 
 
-def test_criteria_that_look_at_all_texts(model: Any, target: Any, one: Any, inputs: Any) -> None:
-    """Promise: one text is drafted with them, and a batch is the target's own."""
+@pytest.mark.parametrize("has_package", [True, False])
+def test_criteria_that_look_at_all_texts(
+    own_folder: Path, target: Any, one: Any, inputs: Any, has_package: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: texts are drafted with them, and are the target's; without the package a batch is generated plainly."""
+    if not has_package:
+        monkeypatch.setitem(sys.modules, "dflash", None)
+    pair = load(own_folder)
     for asked, num_texts in (({"input_ids": one}, 1), (inputs, 2)):
-        model.dflash_stats = None
+        pair.dflash_stats = None
         texts = [
             each.generate(**asked, stopping_criteria=[Together(num_texts)], max_new_tokens=24, do_sample=False)
-            for each in (model, target)
+            for each in (pair, target)
         ]
         assert torch.equal(*texts)
-        assert (model.dflash_stats is None) == (num_texts == 2)
+        assert (pair.dflash_stats is not None) == (has_package or num_texts == 1)
 
 
 # Models that are moved, copied, deleted, and more than one.

@@ -51,7 +51,7 @@ FLOORS = (
 )
 DOORS = {"common", "model", "engine"}
 APART = {("evaluation", "training"), ("evaluation", "regeneration")}  # side by side
-OUTERMOST = {"__main__", "notebooks"}  # stand on the command line's room and may use its insides
+OUTERMOST = {"__main__", "notebooks", "trl"}  # stand on the command line's room and may use its insides
 OUTSIDE = {"torch", "transformers"}
 # The door of a pair fetches a pair that is on the Hub, and no checkpoint of a drafter carries it.
 OUTSIDE_OF = {"pair_dflash": {"huggingface_hub"}}

@@ -1,0 +1,184 @@
+"""Trains a drafter while its target is trained: on what the target writes, a few steps at a time, by the recipe of `adapt`."""
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count, islice
+from typing import Any
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.drafter import DFlashDraftModel
+from dflash.model.decoding_dflash import Block
+from dflash.model.sequences_dflash import TextSequence
+from dflash.model.targets_dflash import text_config
+
+from .adaptation_trace import was_rejected
+from .batches import Batch, BatchPlan, epoch_batches
+from .device import computes_in_bf16
+from .examples import Example
+from .frozen_target import FrozenTarget
+from .objective import DrafterLoss
+from .optimizers import build_optimizers
+from .settings import TrainingSettings
+
+
+# Steps in which the rate rises, once: the optimiser's averages begin at 0.
+WARMUP_STEPS = 8
+
+
+class Rollouts:
+    """The newest texts that a pair has written, with the anchors of rejected drafts, and how many drafts were accepted.
+
+    Args:
+        most_texts: Texts that are kept.
+
+    Attributes:
+        examples (`deque[Example]`): The texts as sequences to train on, the newest last.
+    """
+
+    def __init__(self, most_texts: int) -> None:
+        self.examples: deque[Example] = deque(maxlen=most_texts)
+        self._growing: dict[int, tuple[TextSequence, list[int]]] = {}  # by address
+        self.clear_counts()
+
+    def clear_counts(self) -> None:
+        """Begins to count anew."""
+        self.num_accepted = 0
+        self.num_kept = 0
+        self.num_drafted_steps = 0
+        self.num_steps = 0
+
+    @property
+    def tau(self) -> float:
+        """Mean acceptance length of the drafter's steps since the counts were cleared."""
+        return self.num_accepted / max(self.num_drafted_steps, 1)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Kept tokens per verify step since the counts were cleared."""
+        return self.num_kept / max(self.num_steps, 1)
+
+    def watch(self, sequences: Sequence[TextSequence], blocks: Sequence[Block]) -> None:
+        """Notes a step's blocks, one of each sequence, which has their tokens already."""
+        for sequence, block in zip(sequences, blocks, strict=True):
+            if block.is_prefill:
+                continue
+            _, rejected = self._growing.setdefault(id(sequence), (sequence, []))
+            if was_rejected(block):
+                num_before = len(sequence.new_ids) - len(block.token_ids)
+                rejected.append(num_before - 1)
+            self.num_steps += 1
+            self.num_kept += len(block.token_ids)
+            if not block.is_lookup:
+                self.num_drafted_steps += 1
+                self.num_accepted += block.acceptance_length
+
+    def collect(self, pad_token_id: int | None, shortest: int) -> int:
+        """Adds the texts that were watched to the examples, without their padding; returns how many there were."""
+        num_texts = 0
+        for sequence, rejected in self._growing.values():
+            prompt_ids = sequence.prompt_ids.tolist()
+            while len(prompt_ids) > 1 and prompt_ids[0] == pad_token_id:
+                del prompt_ids[0]
+            length = len(prompt_ids)
+            mask = [0] * length + [1] * len(sequence.new_ids)
+            anchors = [length + place for place in rejected]
+            example = Example([*prompt_ids, *sequence.new_ids], mask, anchors)
+            if example.has_anchor and len(example) >= shortest:
+                self.examples.append(example)
+                num_texts += 1
+        self._growing.clear()
+        return num_texts
+
+
+class OnlineTrainer:
+    """Trains a copy of a drafter in fp32, and gives the drafter its weights after each round.
+
+    Args:
+        drafter: The drafter that drafts.
+        target: Its target, which may be in training.
+        settings: The recipe. Its loss, blocks, batches, precision, rates and clipping are read.
+    """
+
+    def __init__(self, drafter: DFlashDraftModel, target: PreTrainedModel, settings: TrainingSettings) -> None:
+        self.drafter = drafter
+        self.target = target
+        self.settings = settings
+        self.num_steps = 0
+        self._num_epochs = 0
+        self.student = copy.deepcopy(drafter).float().train().requires_grad_(True)
+        self._optimizers = build_optimizers(
+            self.student,
+            settings.learning_rate,
+            settings.weight_decay,
+            settings.muon_rate(drafter.config.hidden_size),
+        )
+        self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
+        self._plan = BatchPlan(
+            settings.num_anchors,
+            settings.batch_tokens,
+            settings.seed,
+            pad_token_id=text_config(target).pad_token_id or 0,
+            rejected_share=settings.rejected_share,
+        )
+
+    def train(self, examples: Sequence[Example], num_steps: int) -> None:
+        """Takes `num_steps` steps on examples. The target is as before after it, and so are random numbers of torch.
+
+        Raises:
+            FloatingPointError: for a loss that is not finite; the drafter is as before.
+        """
+        device = self.drafter.device
+        devices = [device] if device.type == "cuda" else []
+        self.student.to(device)
+        with torch.random.fork_rng(devices), torch.enable_grad(), _frozen(self.target):
+            frozen: Any = FrozenTarget(self.target, self.student)
+            loss_of = DrafterLoss(frozen, self.settings)
+            for batch in islice(self._batches(examples), num_steps):
+                self._step(loss_of, batch.to(device))
+        with torch.no_grad():
+            self.drafter.load_state_dict(self.student.state_dict())
+
+    def _batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
+        for epoch in count(self._num_epochs):
+            self._num_epochs = epoch + 1
+            yield from epoch_batches(examples, epoch, self._plan)
+
+    def _step(self, loss_of: DrafterLoss, batch: Batch) -> None:
+        settings = self.settings
+        precision = settings.mixed_precision or ("bf16" if computes_in_bf16() else "no")
+        with torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss_sum, counts = loss_of(batch)
+        loss = loss_sum / counts.weight_sum.clamp(min=1e-9)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), settings.max_grad_norm)
+        if not torch.stack([loss.detach(), norm.detach()]).isfinite().all():
+            raise FloatingPointError(
+                f"The drafter's loss is {loss.item()} with a gradient of norm {norm.item()}: lower learning_rate="
+                f"{settings.learning_rate}."
+            )
+        self.num_steps += 1
+        factor = min(1.0, self.num_steps / WARMUP_STEPS)
+        for optimizer, peaks in zip(self._optimizers, self._peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def _frozen(model: PreTrainedModel) -> Iterator[None]:
+    """The model is in eval mode inside and takes no gradient; afterwards each part of it is as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter, takes_gradient in gradients:
+            parameter.requires_grad_(takes_gradient)

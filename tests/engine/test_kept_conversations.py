@@ -1,0 +1,188 @@
+"""A pair that keeps the caches of conversations between requests: the next turn computes what is new."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from dflash.checkpoints import DRAFTER_NAME, TARGET_NAME, embedded_path, make_pair
+
+
+TARGET, DRAFTER = embedded_path(TARGET_NAME), embedded_path(DRAFTER_NAME)
+MOST = 2
+GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = {"keep_conversations": MOST}
+    return make_pair(TARGET, DRAFTER, tmp_path_factory.mktemp("pairs") / "pair", settings=settings)
+
+
+@pytest.fixture
+def model(folder: Path) -> Any:
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+
+
+def prompt(seed: int, length: int = 40) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(10, 2000, (1, length), generator=generator)
+
+
+def next_turn(text_ids: torch.Tensor, seed: int = 9, length: int = 12) -> torch.Tensor:
+    return torch.cat([text_ids, prompt(seed, length)], dim=1)
+
+
+@contextmanager
+def prompt_columns(model: Any) -> Iterator[list[int]]:
+    """The columns of the target's first forward inside: what it computes of a prompt."""
+    columns: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        columns.append(kwargs["input_ids"].shape[1])
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield columns
+    finally:
+        hook.remove()
+
+
+def write(model: Any, input_ids: torch.Tensor, **keywords: Any) -> tuple[torch.Tensor, int]:
+    """The text, and how many columns of its prompt were computed."""
+    with prompt_columns(model) as columns:
+        text = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **GREEDY, **keywords)
+    return text, columns[0]
+
+
+def plain(target: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    return target.generate(input_ids, attention_mask=torch.ones_like(input_ids), **GREEDY)
+
+
+def test_a_second_turn_computes_what_is_new(model: Any, target: Any) -> None:
+    first, num_computed = write(model, prompt(1))
+    assert num_computed == 40
+    second_prompt = next_turn(first)
+    second, num_computed = write(model, second_prompt)
+    assert torch.equal(second, plain(target, second_prompt))
+    num_new = 12 + 1  # the last token of an answer is not computed yet
+    assert num_computed == num_new
+
+
+def test_conversations_take_turns_and_the_least_recently_used_goes_first(model: Any, target: Any) -> None:
+    texts = [write(model, prompt(seed))[0] for seed in (1, 2)]
+    texts[0], num_computed = write(model, next_turn(texts[0]))  # used later than the other one
+    assert num_computed == 13
+    write(model, prompt(3))
+    for text, is_kept in ((texts[0], True), (texts[1], False)):
+        asked = next_turn(text, seed=8)
+        again, num_computed = write(model, asked)
+        assert torch.equal(again, plain(target, asked))
+        assert (num_computed == 13) == is_kept
+
+
+def test_a_policy_that_has_changed_does_not_read_old_caches(model: Any) -> None:
+    first, _ = write(model, prompt(1))
+    with torch.no_grad():
+        for parameter in model.model.layers[3].parameters():
+            parameter.data += 1e-4
+    asked = next_turn(first)
+    second, num_computed = write(model, asked)
+    assert num_computed == asked.shape[1]
+    assert torch.equal(second, model.generate(asked, attention_mask=torch.ones_like(asked), dflash=False, **GREEDY))
+
+
+def test_an_edited_turn_is_computed_from_where_it_differs(model: Any, target: Any) -> None:
+    first, _ = write(model, prompt(1))
+    edited = next_turn(first)
+    edited[0, 45] = 7
+    second, num_computed = write(model, edited)
+    assert torch.equal(second, plain(target, edited))
+    assert num_computed == edited.shape[1] - 45
+
+
+def test_padding_of_a_single_prompt_changes_nothing(model: Any, target: Any) -> None:
+    first, _ = write(model, prompt(1))
+    asked = next_turn(first)
+    padded = torch.nn.functional.pad(asked, (4, 0))
+    mask = torch.nn.functional.pad(torch.ones_like(asked), (4, 0))
+    with prompt_columns(model) as columns:
+        second = model.generate(padded, attention_mask=mask, **GREEDY)
+    assert torch.equal(second[:, 4:], plain(target, asked))
+    assert columns[0] == 13
+
+
+def test_a_text_that_fails_is_not_kept(model: Any, target: Any) -> None:
+    def fail(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > 44:
+            raise RuntimeError("planted")
+        return scores
+
+    with pytest.raises(RuntimeError, match="planted"):
+        write(model, prompt(1), logits_processor=[fail])
+    asked = prompt(1, 40)
+    text, num_computed = write(model, asked)
+    assert num_computed == 40
+    assert torch.equal(text, plain(target, asked))
+
+
+def test_copies_begin_without_and_all_is_freed(folder: Path) -> None:
+    model = load(folder)
+    first, _ = write(model, prompt(1))
+    other = copy.deepcopy(model)
+    assert write(other, next_turn(first))[1] == first.shape[1] + 12
+    drafter = copy.deepcopy(model._dflash_drafting.drafter)  # as a callback trains one
+    assert drafter.kept_conversations is not model._dflash_drafting.drafter.kept_conversations
+    references = [weakref.ref(model), weakref.ref(model._dflash_drafting.drafter)]
+    del model, other
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_nothing_is_kept_unless_the_folder_says_so(tmp_path: Path) -> None:
+    model = load(make_pair(TARGET, DRAFTER, tmp_path / "pair"))
+    first, _ = write(model, prompt(1))
+    assert write(model, next_turn(first))[1] == first.shape[1] + 12
+
+
+def test_a_number_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep_conversations=-1"):
+        make_pair(TARGET, DRAFTER, tmp_path / "pair", settings={"keep_conversations": -1})
+
+
+@pytest.mark.skipif(not hasattr(GenerationOutput, "is_finished"), reason="drafted with transformers 5")
+def test_a_manager_of_batches_keeps_conversations_by_itself(model: Any, target: Any) -> None:
+    """What `transformers serve --continuous-batching` does with a chat: its manager lives as long as the server."""
+    manager = model.init_continuous_batching(GenerationConfig(**GREEDY))
+    manager.start()
+    texts = prompt(1)
+    num_computed = []
+    for _ in range(2):
+        with prompt_columns(model) as columns:
+            request_id = manager.add_request(texts[0].tolist())
+            output = manager.get_result(request_id)
+        num_computed.append(columns[0])
+        written = torch.tensor([output.generated_tokens])
+        assert torch.equal(torch.cat([texts, written], dim=1), plain(target, texts))
+        texts = next_turn(torch.cat([texts, written], dim=1))
+    manager.stop()
+    assert num_computed == [40, 13]
