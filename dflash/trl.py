@@ -195,7 +195,7 @@ def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     if tokenizer is None or not (folder / "tokenizer_config.json").is_file():
         return
-    own = AutoTokenizer.from_pretrained(folder)
+    own = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if fingerprint(own.get_vocab()) != fingerprint(tokenizer.get_vocab()):
         raise ValueError(
             f"The policy's tokenizer has {len(tokenizer)} tokens and is not the drafter's, of {len(own)}: begin with the pair's own "

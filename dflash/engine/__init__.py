@@ -35,9 +35,8 @@ __all__ = ["acceptor", "check_keywords", "decoder", "fallback_reason", "keep_con
 
 def keep_conversations(drafter: Any, most: int) -> None:
     """Has each request of one prompt go on from the caches of an earlier text, of which the `most` used last are kept."""
-    drafter.kept_conversations = (
-        KeptConversations(most) if most else None
-    )  # and no state of the process: they hold the models
+    # An attribute, and no state of the process: they hold the models.
+    drafter.kept_conversations = KeptConversations(most) if most else None
 
 
 def fallback_reason(drafter: Any, target: Any) -> str | None:

@@ -88,13 +88,19 @@ class DraftedModel:
     @staticmethod
     def from_pretrained(name: Any, *args: Any, config: Any, **kwargs: Any) -> Any:
         """As that of the target's class. Where the package is installed, its `draft_batches` binds continuous batching."""
-        loaded = AutoModelForCausalLM.from_pretrained(name, *args, config=_config_of_target(config), **kwargs)
+        own_config = _config_of_target(config)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            name,
+            *args,
+            config=own_config,
+            trust_remote_code=False,  # the target's class is one of transformers
+            **kwargs,
+        )
         if _why_own_code("0") is None:
             package: Any = importlib.import_module("dflash")
             if hasattr(package, "draft_batches"):  # which earlier ones lack
-                package.draft_batches(
-                    loaded[0] if isinstance(loaded, tuple) else loaded
-                )  # or with a report of the load
+                has_report = isinstance(loaded, tuple)
+                package.draft_batches(loaded[0] if has_report else loaded)
         return loaded
 
     @staticmethod
