@@ -86,14 +86,14 @@ class DraftedModel:
         """Does nothing: a saved model is the target alone, without code."""
 
     @staticmethod
-    def from_pretrained(name: Any, *args: Any, config: Any, **kwargs: Any) -> Any:
+    def from_pretrained(name: Any, *args: Any, config: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
         """As that of the target's class. Where the package is installed, its `draft_batches` binds continuous batching."""
         own_config = _config_of_target(config)
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             *args,
             config=own_config,
-            trust_remote_code=False,  # the target's class is one of transformers
+            trust_remote_code=trust_remote_code,
             **kwargs,
         )
         if _why_own_code("0") is None:
