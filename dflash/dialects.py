@@ -346,10 +346,13 @@ def _read_speculators(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _anchor_proposes(fields: dict[str, Any]) -> bool:
     """What the number of proposals says of a DSpark drafter's anchor: it is silent if they are one fewer than positions."""
-    methods = (fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    num_proposals = methods[0].get("speculative_tokens")
-    block_size = fields.get("block_size")
-    return num_proposals is None or block_size is None or num_proposals != block_size - 1
+    num_proposals = None
+    with suppress(AttributeError, IndexError, KeyError, TypeError):  # a file may hold anything there
+        num_proposals = fields["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    block_size: Any = fields.get("block_size")
+    if not is_whole_number(num_proposals) or not is_whole_number(block_size):
+        return True
+    return num_proposals != block_size - 1
 
 
 def _read_assistant(fields: dict[str, Any]) -> dict[str, Any]:

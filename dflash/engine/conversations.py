@@ -97,10 +97,12 @@ def _sample(*models: Any) -> list[Any]:
     samples = []
     for model in models:
         for name, weight in model.named_parameters():
+            if weight.is_meta:  # offloaded between calls
+                continue
             state.append((name, weight.data_ptr(), weight.dtype))
             values = weight.detach().flatten()
             step = max(1, len(values) // SAMPLED_VALUES)
-            samples.append(values[::step][:SAMPLED_VALUES].double())
+            samples.append(values[::step][:SAMPLED_VALUES].float())  # some devices have no float64
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for sample in samples:
         by_device.setdefault(sample.device, []).append(sample)

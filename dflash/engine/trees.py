@@ -181,15 +181,22 @@ def num_promising(totals: torch.Tensor, found: Found, num_nodes: int) -> int:
 
 def best_of(found: Found, num_nodes: int, device: torch.device) -> TreeProposals:
     """The tree of the most probable paths."""
-    totals, parents, token_ids = (torch.cat(values, dim=1) for values in zip(*found, strict=True))
+    of_all = [torch.cat(values, dim=1) for values in zip(*found, strict=True)]
+    totals, parents, token_ids = of_all
+    is_broken = totals.isnan()
     # Equal ones stay in order, and NaN comes last: so nodes come after their parents.
-    in_order = totals.nan_to_num(-torch.inf).sort(dim=1, descending=True, stable=True)
-    columns = functional.pad(in_order.indices.argsort(1) + 1, (1, 0))
-    nodes = in_order.indices[:, :num_nodes]
+    ranked = totals.nan_to_num(-torch.inf)
+    in_order = ranked.sort(dim=1, descending=True, stable=True).indices
+    ranks = in_order.argsort(1)
+    columns = functional.pad(ranks + 1, (1, 0))  # of the anchor and of each path that was found
+    nodes = in_order[:, :num_nodes]
+    parents_of_nodes = parents.gather(1, nodes)
+    parent_columns = columns.gather(1, parents_of_nodes)
+    node_ids = token_ids.gather(1, nodes)
     return TreeProposals(
-        token_ids=token_ids.gather(1, nodes).to(device),
-        is_finite=~totals.isnan().any(1),
-        parents=columns.gather(1, parents.gather(1, nodes)).to(device),
+        token_ids=node_ids.to(device),
+        is_finite=~is_broken.any(1),
+        parents=parent_columns.to(device),
     )
 
 

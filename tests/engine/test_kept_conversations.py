@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from dflash.checkpoints import DRAFTER_NAME, TARGET_NAME, embedded_path, make_pair
+from dflash.engine.conversations import KeptConversations
 
 
 TARGET, DRAFTER = embedded_path(TARGET_NAME), embedded_path(DRAFTER_NAME)
@@ -186,3 +187,8 @@ def test_a_manager_of_batches_keeps_conversations_by_itself(model: Any, target: 
         texts = next_turn(torch.cat([texts, written], dim=1))
     manager.stop()
     assert num_computed == [40, 13]
+
+
+def test_offloaded_weights_are_passed_over() -> None:
+    """Weights on "meta" have no values to sample."""
+    assert KeptConversations(1).take([1], torch.nn.Linear(2, 2, device="meta")).token_ids == []

@@ -462,3 +462,11 @@ def test_the_number_of_proposals_says_whether_the_anchor_is_silent(num_proposals
     assert portable_fields(fields)["sample_from_anchor"] is proposes
     assert said_of("speculators-dspark")
     assert portable_fields({**fields, "sample_from_anchor": not proposes})["sample_from_anchor"] is not proposes
+
+
+@pytest.mark.parametrize(
+    "stated", [[], "?", {"proposal_methods": []}, {"proposal_methods": [{"speculative_tokens": "3"}]}]
+)
+def test_what_says_nothing_of_the_anchor_is_no_fault(stated):
+    """The default of speculators' DSpark holds: the anchor proposes."""
+    assert portable_fields({**SPECULATORS, "speculators_config": stated})["sample_from_anchor"] is True
