@@ -186,8 +186,10 @@ def test_rows_of_other_measurements_are_tables(run: Any, tmp_path: Path) -> None
     status, *_ = run(COMMITTED / "batch_tiny_cpu.json", "--output", tmp_path)
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert status == 0
-    assert "<th>target.generate, tokens/s</th><th>dflash, tokens/s</th><th>speed-up</th>" in page
-    for row in read_result(COMMITTED / "batch_tiny_cpu.json")["summary"]:
+    rows = read_result(COMMITTED / "batch_tiny_cpu.json")["summary"]
+    ways = "".join(f"<th>{way}, tokens/s</th>" for way in rows[0]["tokens_per_second"])
+    assert f"{ways}<th>speed-up</th>" in page
+    for row in rows:
         assert f"<td>{row['speedup']:.2f}x</td>" in page
 
 
