@@ -14,9 +14,10 @@ from transformers.utils import logging
 from dflash.checkpoints import read_licence
 from dflash.common.fingerprints import fingerprint
 from dflash.common.stopwatch import stopwatch
+from dflash.engine.history import History
 from dflash.engine.many_texts import drafting_of
 from dflash.engine.state import PairState
-from dflash.model.configuration_dflash import Checks, check_values, is_number, is_whole_number
+from dflash.model.configuration_dflash import FLAG, Checks, check_values, is_a, is_number, is_whole_number
 from dflash.training import ADAPTATION, OnlineTrainer, Rollouts, TrainingSettings
 
 
@@ -40,6 +41,8 @@ SETTINGS: Checks = {
     "steps": (_is_count, "use a number of the drafter's steps from 1 on"),
     "most_texts": (_is_count, "use a number of texts from 1 on"),
     "time_share": (_is_share, "use a share of the run's seconds, from 0 to 1"),
+    "history": (is_a(History), "pass a dflash.History, or leave it out"),
+    "adaptive": FLAG,
 }
 
 
@@ -54,12 +57,15 @@ class DrafterCallback(TrainerCallback):
 
     Args:
         every: Trains after every so many optimizer steps.
-        when_tau_falls: Trains after each optimizer step before which tau was below the best one by more than this share.
+        when_tau_falls: Trains after each optimizer step before which tau was below the best one by more than this share. It is
+            that of whole blocks, by how often their tokens were accepted, so that it does not depend on `adaptive`.
         steps: Steps of the drafter in one round.
         settings: The recipe, that of `dflash adapt` by default.
         most_texts: Newest texts that are kept to train on.
         time_share: A round is left out if rounds would take more than this share of the run's seconds. `None`: no limit.
         has_permission: Train also a drafter whose licence allows no derivatives, because its authors do.
+        history: Earlier texts, which the policy's drafts are taken from, too, and to which its texts are added.
+        adaptive: Draft as many tokens as pay while the trainer runs, and none in batches that are too large for drafts to pay.
 
     Raises:
         ValueError: for settings out of range, at once. When training begins: for a policy that is no pair or has no drafter of
@@ -82,9 +88,19 @@ class DrafterCallback(TrainerCallback):
         most_texts: int = 128,
         time_share: float | None = 0.15,
         has_permission: bool = False,
+        history: History | None = None,
+        adaptive: bool = True,
     ) -> None:
-        given = {"every": every, "when_tau_falls": when_tau_falls, "steps": steps}
-        check_values({**given, "most_texts": most_texts, "time_share": time_share}, SETTINGS)
+        given = {
+            "every": every,
+            "when_tau_falls": when_tau_falls,
+            "steps": steps,
+            "most_texts": most_texts,
+            "time_share": time_share,
+            "history": history,
+            "adaptive": adaptive,
+        }
+        check_values(given, SETTINGS)
         if every is None and when_tau_falls is None:
             raise ValueError("every and when_tau_falls are left out, so nothing would be trained: give one of them.")
         self.every = every
@@ -93,11 +109,14 @@ class DrafterCallback(TrainerCallback):
         self.settings = settings
         self.time_share = time_share
         self.has_permission = has_permission
+        self.requests = {"history": history, "adaptive": adaptive}  # settings of the policy's requests
         self.rollouts = Rollouts(most_texts)
         self.best_tau = 0.0
         self.drafter: Any = None
         self.trainer: Any = None
         self._pair: Any = None
+        self._drafting: Any = None
+        self._settings_before: dict[str, Any] = {}
         self.seconds = 0.0  # of all rounds
         self._logged_seconds = 0.0
         self._logged = Rollouts(1)  # counts since the last line
@@ -120,6 +139,9 @@ class DrafterCallback(TrainerCallback):
         self.trainer = OnlineTrainer(drafter, policy, self.settings)
         self._pair = PairState.of(drafter, policy)
         self._pair.watchers.append(self._watch)
+        self._drafting = drafting
+        self._settings_before = drafting.settings
+        drafting.settings = {**drafting.settings, **self.requests}
         self._clock = stopwatch()
 
     def _watch(self, sequences: Any, blocks: Any) -> None:
@@ -152,7 +174,7 @@ class DrafterCallback(TrainerCallback):
         is_due = self.every is not None and global_step % self.every == 0
         rollouts = self.rollouts
         if rollouts.num_drafted_steps >= LEAST_STEPS:
-            tau = rollouts.tau
+            tau = rollouts.tau_of(self.drafter.config.num_proposals)
             self.best_tau = max(self.best_tau, tau)
             least = (1 - (self.when_tau_falls or 0)) * self.best_tau
             is_due |= self.when_tau_falls is not None and tau < least
@@ -184,10 +206,11 @@ class DrafterCallback(TrainerCallback):
         counts.clear_counts()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Watches no longer. The drafter stays as it is trained."""
+        """Watches no longer. The drafter stays as it is trained, and requests are as they were before."""
         if self._pair is not None:
             self._pair.watchers.remove(self._watch)
-        self.trainer = self._pair = None
+            self._drafting.settings = self._settings_before
+        self.trainer = self._pair = self._drafting = None
 
 
 def _check_tokenizer(folder: Path, tokenizer: Any) -> None:

@@ -41,6 +41,7 @@ NO_SETTINGS = {
     "conversation",
     "drafter",
     "generator",
+    "history",
     "ngram_size",
     "num_looked_up",
     "token_streamer",

@@ -19,13 +19,12 @@ from torch.nn.utils.rnn import pad_sequence
 from dflash.model.acceptance_dflash import Acceptance, Acceptor, Proposals
 from dflash.model.cache_dflash import PreallocatedLayer, to_host
 from dflash.model.decoding_dflash import Block, Conversation, EagerRunner, Step
-from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer, num_proposals
+from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer
 from dflash.model.requests_dflash import Request, check_masks
 from dflash.model.sequences_dflash import TextSequence
 from dflash.model.targets_dflash import InexactError
 
 from .conversations import Conversations
-from .history import History, HistoryProposer
 from .lookup import LookupProposer
 from .runner import EngineDecoder
 from .trees import TreeAcceptor, TreeCache
@@ -248,13 +247,11 @@ class Batch(Member):
     Attributes:
         members (`dict[int, Member]`): The requests of its rows, by number, which is the index of their sequence.
         conversations (`Conversations`, *optional*): What keeps the caches of rows that end.
-        history (`History`, *optional*): Earlier texts that rows are looked up in.
     """
 
     members: dict[int, Member]
     acceptor: BatchAcceptor
     conversations: Conversations | None = None
-    history: History | None = None
 
     def __init__(self, request: Request, acceptor: Acceptor, cut: Any = None) -> None:
         self.members = {}
@@ -279,11 +276,17 @@ class Batch(Member):
                 self.members[sequence.index].error = self._broken(code)
         return super().commit(step)
 
+    def prompt_of(self, sequence: TextSequence) -> list[int]:
+        """The prompt of a row, which has no padding."""
+        return sequence.prompt_ids.tolist()
+
+    def is_whole(self, sequence: TextSequence) -> bool:
+        """Whether a row has ended without an error."""
+        return self.members[sequence.index].error is None
+
     def new_runner(self) -> EagerRunner:
         """The runner of the batch's steps."""
         runner = EngineDecoder.new_runner(self)
-        if self.history is not None:
-            runner.proposer = HistoryProposer(runner.proposer, self.history, num_proposals(self.request))
         runner.has_kept = self._keep_ended  # type: ignore[attr-defined]
         return runner
 
@@ -295,9 +298,9 @@ class Batch(Member):
         if self.conversations is None:
             return
         for place, sequence in enumerate(self.sequences):
-            if sequence.is_done and self.members[sequence.index].error is None:
+            if sequence.is_done and self.is_whole(sequence):
                 conversation = self._copy(self.conversation, place, sequence.length)
-                conversation.hold(sequence.prompt_ids.tolist(), sequence.new_ids)
+                conversation.hold(self.prompt_of(sequence), sequence.new_ids)
                 self.conversations.add(conversation)
 
     def _copy(self, whole: Any, place: int, length: int) -> Conversation:
@@ -333,9 +336,6 @@ class Batch(Member):
         """Forgets a request whose row has left."""
         del self.members[number]
         proposer = self.runner.proposer
-        if isinstance(proposer, HistoryProposer):
-            proposer.forget(number)
-            proposer = proposer.drafts
         if isinstance(proposer, LookupProposer):
             proposer.forget(number)
 

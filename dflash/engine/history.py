@@ -1,37 +1,38 @@
-"""Drafts from earlier texts: rollouts of the same prompts, or what an agent has written before.
-
-Where the last tokens of a text occurred in an earlier one, what followed there is proposed. It is verified like every proposal, so
-the text stays the target's.
-"""
+"""Earlier texts that drafts are taken from: rollouts of the same prompts, or what an agent has written before."""
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.nn import functional
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
-from dflash.model.acceptance_dflash import Proposals
-from dflash.model.cache_dflash import to_device
-from dflash.model.drafting_dflash import Proposer
-from dflash.model.sequences_dflash import TextSequence
+from dflash.common.files import replaced
 
 
 BYTES_PER_TOKEN = 150  # of a text and its n-grams, about
+TENSORS = {"token_ids", "lengths"}  # of a file: those of all texts, one after another
 
 
 class History:
     """Earlier texts as token ids, and where their n-grams end. The oldest ones are dropped where they take too much memory.
 
+    Where the last tokens of a new text occurred in one of them, what followed there is proposed, and verified like every proposal.
+    So the new text stays the target's.
+
     Args:
         most_bytes: How much memory they may take, about.
         ngram_size: How many tokens have to match.
+
+    Attributes:
+        num_tokens (`int`): Tokens of all texts.
+        largest_id (`int`): The largest token id that was ever added; -1: none was.
 
     Example:
         >>> history = History()
@@ -43,24 +44,27 @@ class History:
         self.most_tokens = most_bytes // BYTES_PER_TOKEN
         self.ngram_size = ngram_size
         self.num_tokens = 0
+        self.largest_id = -1
+        self._lock = threading.Lock()  # of `add`: several managers may share a history
         self._num_texts = 0
         self._texts: OrderedDict[int, array[int]] = OrderedDict()  # by number, oldest first
-        self._ends: dict[
-            tuple[int, ...], tuple[int, int]
-        ] = {}  # of each n-gram: its newest text and the position after it
+        # Of each n-gram, its newest text and the position after it.
+        self._ends: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Adds a text, prompt and answer."""
         text = array("q", token_ids)
-        number = self._num_texts
-        self._num_texts += 1
-        self._texts[number] = text
-        self.num_tokens += len(text)
-        for end in range(self.ngram_size, len(text)):
-            key = self._key(text, end)
-            self._ends[key] = (number, end)
-        while self.num_tokens > self.most_tokens:
-            self._drop_oldest()
+        with self._lock:
+            number = self._num_texts
+            self._num_texts += 1
+            self._texts[number] = text
+            self.num_tokens += len(text)
+            self.largest_id = max(self.largest_id, *text, -1)
+            for end in range(self.ngram_size, len(text)):
+                key = self._key(text, end)
+                self._ends[key] = (number, end)
+            while self.num_tokens > self.most_tokens:
+                self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         number, text = self._texts.popitem(last=False)
@@ -79,71 +83,34 @@ class History:
         text = self._texts.get(number, ())
         return list(islice(text, end, end + most))
 
+    def check_vocabulary(self, size: int) -> None:
+        """Raises ValueError if a target of this vocabulary cannot have written the texts."""
+        if self.largest_id >= size:
+            raise ValueError(
+                f"history holds the token id {self.largest_id}, and the target has {size} tokens: give a history of its own "
+                "tokenizer's texts."
+            )
+
     def save(self, path: str | Path) -> None:
-        """Writes the texts to a file."""
-        torch.save([list(text) for text in self._texts.values()], path)
+        """Writes the texts to a safetensors file, which replaces an earlier one once it is whole."""
+        texts = list(self._texts.values())
+        lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64)
+        token_ids = torch.tensor([token_id for text in texts for token_id in text], dtype=torch.int64)
+        with replaced(Path(path)) as aside:
+            save_file({"token_ids": token_ids, "lengths": lengths}, aside)
 
     def load(self, path: str | Path) -> None:
-        """Adds the texts of a file that `save` has written."""
-        for text in torch.load(path, weights_only=True):
-            self.add(text)
-
-
-class HistoryProposer:
-    """Proposes what followed in earlier texts, and what another proposer proposes for rows without a match.
-
-    Args:
-        drafts: The other proposer.
-        history: The earlier texts.
-        num_proposals: Proposals of a row with a match.
-    """
-
-    def __init__(self, drafts: Proposer, history: History, num_proposals: int) -> None:
-        self.drafts = drafts
-        self.history = history
-        self.num_proposals = num_proposals
-        self._prompt_ends: dict[int, list[int]] = {}  # the last tokens of prompts, by index of the sequence
-
-    def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
-        """At most `most` tokens after the anchors [B, 1] of the sequences. Among drawn proposals there are none of earlier texts."""
-        most = min(most, self.num_proposals)
-        matches = self._matches(sequences, most)
-        proposals = Proposals(anchors[:, :0])
-        if len(matches) < len(sequences):
-            proposals = self.drafts.propose(sequences, anchors, most)
-        if not matches or proposals.probabilities is not None:
-            return proposals
-        longest = max(map(len, matches.values()))
-        num_drafted = proposals.token_ids.shape[1]
-        missing = max(longest - num_drafted, 0)
-        token_ids = functional.pad(proposals.token_ids, (0, missing))
-        for place, match in matches.items():
-            proposed = to_device(torch.tensor(match), token_ids.device)
-            token_ids[place, : len(match)] = proposed
-        looked_up = tuple({*matches, *proposals.looked_up})
-        return replace(proposals, token_ids=token_ids, looked_up=looked_up)
-
-    def _matches(self, sequences: list[TextSequence], most: int) -> dict[int, list[int]]:
-        """What followed in earlier texts, by place in the batch."""
-        matches = {}
-        for place, sequence in enumerate(sequences):
-            recent_ids = self._recent(sequence)
-            match = self.history.after(recent_ids, most)
-            if match:
-                matches[place] = match
-        return matches
-
-    def _recent(self, sequence: TextSequence) -> list[int]:
-        """The last tokens of a text."""
-        size = self.history.ngram_size
-        if sequence.index not in self._prompt_ends:
-            self._prompt_ends[sequence.index] = sequence.prompt_ids[-size:].tolist()
-        return [*self._prompt_ends[sequence.index], *sequence.new_ids[-size:]]
-
-    def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
-        """As that of the other proposer."""
-        self.drafts.record(proposals, blocks)
-
-    def forget(self, index: int) -> None:
-        """Forgets a sequence that has ended."""
-        self._prompt_ends.pop(index, None)
+        """Adds the texts of a file that `save` has written. ValueError for another file."""
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path} is no safetensors file ({error}): give one that History.save has written."
+            ) from error
+        is_whole = set(tensors) == TENSORS and tensors["lengths"].sum() == len(tensors["token_ids"])
+        if not is_whole:
+            names = ", ".join(sorted(tensors))
+            raise ValueError(f"{path} holds the tensors {names}: give a file that History.save has written.")
+        lengths = tensors["lengths"].tolist()
+        for text in tensors["token_ids"].split(lengths):
+            self.add(text.tolist())

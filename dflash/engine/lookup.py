@@ -1,4 +1,4 @@
-"""Prompt lookup: where a text repeats itself, its own past proposes what comes next.
+"""Prompt lookup: where a text repeats itself, or an earlier text, what followed there is proposed.
 
 A lookup costs a search on the host and no forward. Its proposals are verified like the drafter's, so the text stays the target's.
 """
@@ -6,9 +6,8 @@ A lookup costs a search on the host and no forward. Its proposals are verified l
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import cycle, islice, takewhile
 from typing import Any
 
@@ -20,6 +19,7 @@ from dflash.model.cache_dflash import to_device
 from dflash.model.drafting_dflash import Proposer
 from dflash.model.sequences_dflash import TextSequence
 
+from .history import History
 from .trees import TreeProposals
 
 
@@ -35,11 +35,20 @@ class PromptLookup:
     """Finds what followed the longest, then the newest, earlier occurrence of a sequence's last tokens.
 
     At least `ngram_size` tokens have to match. After each lookup of which no token was accepted, twice as many.
+
+    Args:
+        num_tokens: Most tokens that are found in the sequence itself; 0: it is not searched.
+        ngram_size: The smallest number of tokens that match.
+        history: Earlier texts, which are searched first.
+        num_earlier: Most tokens that are found there.
     """
 
-    def __init__(self, num_tokens: int, ngram_size: int) -> None:
+    def __init__(self, num_tokens: int, ngram_size: int, history: History | None = None, num_earlier: int = 0) -> None:
         self.num_tokens = num_tokens
         self.ngram_size = ngram_size
+        self.history = history
+        self.num_earlier = num_earlier
+        self._is_own = True  # whether the latest match is of the sequence itself
         self._text: list[int] = []
         # Of each n-gram, where the tokens after it begin, oldest first. The text's last n-gram is added with its next token.
         self._begins = defaultdict[Ngram, list[int]](list)
@@ -64,6 +73,10 @@ class PromptLookup:
 
     def match(self) -> list[int] | None:
         """The tokens that followed an earlier occurrence of the text's end; `None`: it did not occur before."""
+        earlier = self.history.after(self._text, self.num_earlier) if self.history else []
+        self._is_own = not earlier
+        if earlier or not self.num_tokens:
+            return earlier or None
         ngram = self._last_ngram()
         begins = self._begins.get(ngram, [])
         newest_first = begins[: -MOST_OCCURRENCES - 1 : -1]
@@ -83,7 +96,9 @@ class PromptLookup:
         return len(list(equal))
 
     def record(self, num_accepted: int) -> None:
-        """Adapts the number of tokens that have to match to the accepted tokens of a lookup."""
+        """Adapts the number of tokens that have to match to the accepted tokens of a lookup in the sequence itself."""
+        if not self._is_own:
+            return
         if num_accepted:
             self._num_matching = max(self._num_matching // 2, self.ngram_size)
         else:
@@ -108,20 +123,18 @@ def with_lookups(proposals: Proposals, matches: Mapping[int, list[int]], most: i
 
 
 class LookupProposer:
-    """Proposes what followed in the texts' own past, and what another proposer drafts where nothing did.
+    """Proposes what followed in the texts' own past or in earlier texts, and what another proposer drafts where nothing did.
 
     If all sequences have a match, nothing is drafted. If fewer than half of them have one, a step is not wider than the drafts.
     Beside drawn proposals and trees nothing is looked up.
 
     Args:
         drafts: The proposer for the other sequences.
-        num_tokens: Proposals of a sequence with a match.
-        ngram_size: The smallest number of tokens that match.
+        lookup: Makes the [`PromptLookup`] of a sequence.
     """
 
-    def __init__(self, drafts: Proposer, num_tokens: int, ngram_size: int) -> None:
+    def __init__(self, drafts: Proposer, lookup: Callable[[], PromptLookup]) -> None:
         self.drafts = drafts
-        lookup = partial(PromptLookup, num_tokens, ngram_size)
         self._lookups: dict[int, PromptLookup] = defaultdict(lookup)  # by index of the sequence
 
     def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:

@@ -27,7 +27,6 @@ from dflash.model.targets_dflash import InexactError, max_positions
 
 from .batching import Batch, Member, read_prompts
 from .conversations import Conversations
-from .history import History
 from .tickets import BatchOutput, Cancelled, ThreadStatus, Ticket, as_prompt
 
 
@@ -68,7 +67,6 @@ class BatchManager:
         continuous_batching_config (`ContinuousBatchingConfig`, *optional*): Its `max_requests_per_batch`, `max_batch_tokens`,
             `num_blocks` times `page_size`, `max_queue_size`, `allow_block_sharing`, `seed` and `return_logprobs` are read.
         generator (`torch.Generator`, *optional*): What draws the seed, if the config has none. Default: torch's global one.
-        history (`History`, *optional*): Earlier texts, which drafts are taken from, and to which all texts are added.
         keywords: Keywords of `generate_blocks` for all requests.
 
     Raises:
@@ -84,7 +82,6 @@ class BatchManager:
         generation_config: Any = None,
         continuous_batching_config: Any = None,
         generator: torch.Generator | None = None,
-        history: History | None = None,
         **keywords: Any,
     ) -> None:
         self.model = target
@@ -105,7 +102,6 @@ class BatchManager:
         self._batch: Any = self._decoder([self._harmless_id()], **probe)
         self._most_rows = self._rows_allowed(limits["max_requests_per_batch"], limits["max_batch_tokens"])
         self._most_positions = self._positions_allowed(limits["num_blocks"])
-        self._history = self._batch.history = history
         self._conversations = Conversations(self._most_rows)
         # Running states could only go on from a text's very end.
         if getattr(continuous_batching_config, "allow_block_sharing", True) and not self._batch.target.mixers:
@@ -575,8 +571,6 @@ class BatchManager:
         if error is not None:
             output.status = RequestStatus.FAILED
             output.error = str(error) or type(error).__name__
-        elif self._history is not None:
-            self._history.add(output.prompt_ids + output.generated_tokens)
         if self._rows.pop(ticket.number, None) is not None:
             self._batch.leave(ticket.number)
         if ticket in self._reading:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dflash.model.configuration_dflash import Checks, check_values, is_whole_number
+from dflash.model.configuration_dflash import Checks, check_values, is_a, is_whole_number
 from dflash.model.requests_dflash import Request, check_masks
-from dflash.model.targets_dflash import InexactError
+from dflash.model.targets_dflash import InexactError, text_config
+
+from .history import History
 
 
 MOST_LOOKED_UP = 63  # tokens, so that a step has at most 64 columns
@@ -46,6 +48,7 @@ SETTINGS: Checks = {
         _is_window,
         "use two numbers of tokens, (sink, window): the first and the newest that the drafter reads",
     ),
+    "history": (is_a(History), "pass a dflash.History"),
     "prompt_lookup_num_tokens": (
         partial(is_whole_number, least=0, most=MOST_LOOKED_UP),
         f"use 1 to {MOST_LOOKED_UP}, or 0 to look nothing up",
@@ -72,7 +75,8 @@ class Options:
     cuda_graph: bool = False
     draft_tree: int = 0  # most nodes; 0: a chain
     draft_window: tuple[int, int] | None = None  # positions that the drafter reads: the first and the newest
-    prompt_lookup_num_tokens: int = 31  # 0: nothing is looked up
+    history: History | None = None
+    prompt_lookup_num_tokens: int = 31  # 0: nothing is looked up in the text itself
     max_matching_ngram_size: int = 5
 
     @classmethod
@@ -85,6 +89,9 @@ class Options:
         tree = keywords.get("draft_tree")
         if tree:
             _check_tree(request)
+        history = keywords.get("history")
+        if history is not None:
+            history.check_vocabulary(text_config(request.target).vocab_size)
         if tree is True:
             keywords |= {"draft_tree": LARGEST_CHOSEN_TREE, "adaptive": True}
         config = request.drafter.config

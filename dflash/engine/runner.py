@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from dflash.model.requests_dflash import Request
 from dflash.model.sequences_dflash import TextSequence
 
 from .compiled import AutoRunner, CompiledRunner
-from .lookup import LookupProposer
+from .history import History
+from .lookup import LookupProposer, PromptLookup
 from .options import Options
 from .recorded import RecordedRunner
 from .state import PairState
@@ -50,16 +52,22 @@ class EngineDecoder(Decoder):
         if request.conversation is not None or len(request.input_ids) > 1 or request.prompt_inputs:
             self.kept = None
         if self.kept is not None:
-            prompt_ids = request.input_ids[0]
-            if request.attention_mask is not None:
-                prompt_ids = prompt_ids[request.attention_mask[0].bool()]
-            self.conversation = self.kept.take(prompt_ids.tolist(), request.target, request.drafter)
+            prompt_ids = self.prompt_of(TextSequence(0, request.input_ids[0]))
+            self.conversation = self.kept.take(prompt_ids, request.target, request.drafter)
 
     def close(self) -> None:
         """As `Decoder.close`. The caches may be kept for a later request."""
         super().close()
         if self.kept is not None:
             self.kept.give(self.conversation, self.request.target, self.request.drafter)
+
+    def prompt_of(self, sequence: TextSequence) -> list[int]:
+        """The prompt of a sequence, without padding."""
+        prompt_ids = sequence.prompt_ids
+        mask = self.request.attention_mask
+        if mask is not None:
+            prompt_ids = prompt_ids[mask[sequence.index].bool()]
+        return prompt_ids.tolist()
 
     def ask_together(self, criteria: list[Any]) -> None:
         """Has criteria look at all texts at once."""
@@ -70,6 +78,8 @@ class EngineDecoder(Decoder):
         """As `Decoder.commit`. Blocks of texts that criteria look at together come when their text has ended."""
         sequences = self.sequences
         blocks = super().commit(step)
+        if self.options.history is not None:
+            self._remember(self.options.history, sequences)
         for watch in self.pair.watchers:
             watch(sequences, blocks)
         together = self.together
@@ -79,6 +89,16 @@ class EngineDecoder(Decoder):
         live = [place for place, sequence in enumerate(self.sequences) if not together.is_stopped[sequence.index]]
         self._keep_live(live)
         return ended
+
+    def _remember(self, history: History, sequences: list[TextSequence]) -> None:
+        """Adds the texts that have ended to the earlier ones."""
+        for sequence in sequences:
+            if sequence.is_done and self.is_whole(sequence):
+                history.add(self.prompt_of(sequence) + sequence.new_ids)
+
+    def is_whole(self, sequence: TextSequence) -> bool:
+        """Whether a text that has ended is the target's to its end."""
+        return True
 
     def new_caches(self, num_sequences: int, length: int) -> tuple[PreallocatedCache, DrafterContext]:
         """Empty caches; the drafter's has the request's window."""
@@ -110,8 +130,11 @@ class EngineDecoder(Decoder):
             setting = (request.block_size, options, is_greedy)
             proposer = WidthProposer(proposer, self.pair, most, setting)
         num_looked_up = options.prompt_lookup_num_tokens
-        if num_looked_up:
-            proposer = LookupProposer(proposer, num_looked_up, options.max_matching_ngram_size)
+        history = options.history
+        if num_looked_up or history is not None:
+            ngram_size = options.max_matching_ngram_size
+            lookup = partial(PromptLookup, num_looked_up, ngram_size, history, drafts.num_proposals)
+            proposer = LookupProposer(proposer, lookup)
         runner_class = self._runner_class(drafts)
         return runner_class(request, self.target, self.conversation, self.acceptor, proposer)
 
@@ -121,7 +144,7 @@ class EngineDecoder(Decoder):
         options = self.options
         if options.draft_tree:
             return TreeRunner
-        needs_host = options.adaptive or drafts.draws or request.keeping or request.prompt_inputs
+        needs_host = options.adaptive or options.history or drafts.draws or request.keeping or request.prompt_inputs
         acceptor: Any = self.acceptor  # a `TreeAcceptor`
         if needs_host or not drafts.num_proposals or not acceptor.can_fuse:
             return EagerRunner

@@ -39,7 +39,7 @@ class Block:
         num_accepted (`int`): Number of accepted proposals, before the cut.
         is_prefill (`bool`, defaults to `False`): Whether the token comes from the prompt's forward, not from a verify step.
         sequence (`int`, defaults to 0): Index of the sequence in the batch.
-        is_lookup (`bool`, defaults to `False`): Whether proposals come from the text itself (`prompt_lookup_num_tokens`).
+        is_lookup (`bool`, defaults to `False`): Whether proposals come from the text itself or from earlier ones.
         scores (`torch.Tensor` of shape `(tokens, V)`, *optional*): Processed scores of the tokens, with `output_scores=True`.
         logits (`torch.Tensor` of shape `(tokens, V)`, *optional*): The target's logits, with `output_logits=True`.
 

@@ -150,6 +150,7 @@ def generate_blocks(
             - **prompt_lookup_num_tokens** (`int`, defaults to 31): Proposals of a step, at most 63, where the text repeats
               itself. What followed the last tokens earlier is
               proposed. **max_matching_ngram_size** (`int`, defaults to 5) of them have to match. 0 looks nothing up.
+            - **history** ([`History`]): Earlier texts, which are looked up too, and to which this text is added.
 
     Each sequence's first block holds one token, which the prompt's forward gives. Raises ValueError as [`spec_generate`].
 
@@ -246,6 +247,7 @@ def custom_generate(
     cuda_graph: bool = False,
     draft_tree: int | bool = False,
     draft_window: tuple[int, int] | None = None,
+    history: Any = None,
     num_looked_up: int | None = None,
     ngram_size: int | None = None,
     **model_inputs: Any,
@@ -272,6 +274,7 @@ def custom_generate(
         "cuda_graph": cuda_graph,
         "draft_tree": draft_tree,
         "draft_window": draft_window,
+        "history": history,
         "prompt_lookup_num_tokens": num_looked_up,
         "max_matching_ngram_size": ngram_size,
     }

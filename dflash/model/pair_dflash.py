@@ -41,6 +41,7 @@ ENGINE_KEYWORDS = (
     "cuda_graph",
     "draft_tree",
     "draft_window",
+    "history",
     "ngram_size",
     "num_looked_up",
 )

@@ -101,6 +101,7 @@ ENGINE_KEYWORDS = (
     "cuda_graph",
     "draft_tree",
     "draft_window",
+    "history",
     "prompt_lookup_num_tokens",
     "max_matching_ngram_size",
 )

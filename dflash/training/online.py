@@ -47,6 +47,7 @@ class Rollouts:
     def clear_counts(self) -> None:
         """Begins to count anew."""
         self.num_accepted = 0
+        self.num_rejected = 0
         self.num_kept = 0
         self.num_drafted_steps = 0
         self.num_steps = 0
@@ -54,7 +55,13 @@ class Rollouts:
     @property
     def tau(self) -> float:
         """Mean acceptance length of the drafter's steps since the counts were cleared."""
-        return self.num_accepted / max(self.num_drafted_steps, 1)
+        return 1 + self.num_accepted / max(self.num_drafted_steps, 1)
+
+    def tau_of(self, num_proposals: int) -> float:
+        """The tau of blocks with so many proposals, if each is accepted as often as those since the counts were cleared."""
+        num_decided = self.num_accepted + self.num_rejected
+        rate = self.num_accepted / max(num_decided, 1)
+        return sum(rate**length for length in range(num_proposals + 1))
 
     @property
     def tokens_per_step(self) -> float:
@@ -68,13 +75,14 @@ class Rollouts:
                 continue
             _, rejected = self._growing.setdefault(id(sequence), (sequence, []))
             if was_rejected(block):
+                self.num_rejected += 1
                 num_before = len(sequence.new_ids) - len(block.token_ids)
                 rejected.append(num_before - 1)
             self.num_steps += 1
             self.num_kept += len(block.token_ids)
-            if not block.is_lookup:
+            if block.num_proposals and not block.is_lookup:
                 self.num_drafted_steps += 1
-                self.num_accepted += block.acceptance_length
+                self.num_accepted += block.num_accepted
 
     def collect(self, pad_token_id: int | None, shortest: int) -> int:
         """Adds the texts that were watched to the examples, without their padding; returns how many there were."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any
@@ -120,7 +121,7 @@ REPEATS, VARIES = [1, 2, 3, 4, 1, 2], [11, 12, 13, 14, 15, 16]
 def proposed(texts: list[list[int]], drafts: CountingDrafts, most: int = 9, num_tokens: int = 5) -> Proposals:
     sequences = [TextSequence(index, torch.tensor(text)) for index, text in enumerate(texts)]
     anchors = torch.tensor([text[-1:] for text in texts])
-    return LookupProposer(drafts, num_tokens, 2).propose(sequences, anchors, most)
+    return LookupProposer(drafts, partial(PromptLookup, num_tokens, 2)).propose(sequences, anchors, most)
 
 
 def test_nothing_is_drafted_where_all_texts_have_a_match() -> None:
@@ -144,7 +145,9 @@ def test_drawn_proposals_keep_their_q() -> None:
     sequences = [TextSequence(index, torch.tensor(text)) for index, text in enumerate([REPEATS, VARIES])]
     drawn = Proposals(torch.tensor([[7], [8]]), torch.tensor([[[7, 9]], [[8, 9]]]), torch.full((2, 1, 2), 0.5))
     drafts = SimpleNamespace(propose=lambda *_: drawn)
-    assert LookupProposer(drafts, 5, 2).propose(sequences, torch.tensor([[2], [16]]), 9) is drawn
+    assert (
+        LookupProposer(drafts, partial(PromptLookup, 5, 2)).propose(sequences, torch.tensor([[2], [16]]), 9) is drawn
+    )
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
@@ -156,7 +159,7 @@ def test_no_more_than_the_most_is_proposed(most: int) -> None:
 def test_only_what_was_verified_of_a_lookup_is_recorded() -> None:
     """Promise: a match adapts by the proposals of its own step, and other steps leave it as it is."""
     sequence, drafts = TextSequence(4, torch.tensor(REPEATS)), CountingDrafts([7, 8, 9])
-    proposer, anchors = LookupProposer(drafts, 5, 2), torch.tensor([[2]])
+    proposer, anchors = LookupProposer(drafts, partial(PromptLookup, 5, 2)), torch.tensor([[2]])
     assert proposer.matches([sequence])
     for _ in range(4):
         proposer.record(Proposals(anchors), [SimpleNamespace(sequence=4, num_accepted=0)])  # of a step without lookup

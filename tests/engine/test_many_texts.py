@@ -6,7 +6,6 @@ import asyncio
 import random
 import threading
 from itertools import pairwise
-from pathlib import Path
 from queue import Full
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +30,6 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from dflash import Conversation, History, spec_generate
 from dflash.engine.batching import Conversations
-from dflash.engine.history import BYTES_PER_TOKEN
 from dflash.engine.manager import BatchManager
 from dflash.engine.many_texts import generate_batch
 from dflash.model.cache_dflash import LinearAttentionLayer
@@ -375,24 +373,6 @@ def test_earlier_texts_save_steps_and_change_no_text(texts: Texts) -> None:
         assert steps[1] < 0.75 * steps[0]
 
 
-def test_a_history_is_bounded_saved_and_loaded(tmp_path: Path) -> None:
-    history = History(most_bytes=20 * BYTES_PER_TOKEN, ngram_size=2)
-    history.add([1, 2, 3, 4, 5])
-    history.add([9, 1, 2, 6])
-    assert history.after([7, 1, 2], 3) == [6], "the newest text is looked up first"
-    assert history.after([3, 4], 3) == [5]
-    assert history.after([4, 5], 3) == history.after([8, 8], 3) == history.after([1], 3) == []
-    history.save(tmp_path / "texts")
-    loaded = History(ngram_size=2)
-    loaded.load(tmp_path / "texts")
-    assert loaded.after([2, 3], 1) == [4]
-    history.add(list(range(50, 66)))
-    assert history.after([2, 3], 1) == [], "the oldest text was dropped"
-    assert history.after([9, 1], 1) == [2]
-    history.add(list(range(100, 200)))
-    assert (history.num_tokens, history._ends) == (0, {})
-
-
 # -- bad input
 
 
@@ -473,7 +453,10 @@ class Fails(LogitsProcessor):
 
 
 def test_a_processor_that_fails_ends_its_request_alone(texts: Texts) -> None:
-    outputs = texts.generate(logits_processor=[Fails(texts.prompts[3][0])])
+    history = History()
+    outputs = texts.generate(logits_processor=[Fails(texts.prompts[3][0])], history=history)
+    whole = [output.prompt_ids + output.generated_tokens for output in outputs if output.error is None]
+    assert sorted(map(list, history._texts.values())) == sorted(whole), "a text that has failed is none to draft from"
     assert outputs[3].error == "no grammar for this"
     assert 0 < len(outputs[3].generated_tokens) < NEW_TOKENS
     for output, truth in zip(outputs, texts.truths, strict=True):
