@@ -1,18 +1,21 @@
-"""Measurements of a pair that are no command: batches, conversations, sampling, trees, and blocks of several sizes.
+"""Measurements of a pair that are no command: batches, conversations, histories, sampling, trees, and blocks of several sizes.
 
     python benchmarks/pair.py batch --output benchmarks/results/batch_tiny_cpu.json
     python benchmarks/pair.py conversation --output benchmarks/results/conversation_tiny_cpu.json
+    python benchmarks/pair.py history --output benchmarks/results/history_tiny_cpu.json
     python benchmarks/pair.py sampling --output benchmarks/results/sampling_tiny.json
     python benchmarks/pair.py trees --prompts gsm8k_test.jsonl --limit 16 --output benchmarks/results/trees_tiny_cpu.json
     python benchmarks/pair.py drafter --target stories260K --drafter stories-DFlash --prompts held.jsonl \
         --output benchmarks/results/drafter_stories_cpu.json
 
-The first four measure the embedded pair on its held-out problems, with `--domino` its second drafter. Ways of decoding take turns
+The first five measure the embedded pair on its held-out problems, with `--domino` its second drafter. Ways of decoding take turns
 on the same prompts, and their texts are compared.
 
 batch: throughput at several batch sizes against `target.generate` at the same batch, padded on the left, with as many proposals as
     pay, too, and so with a drafter of random weights.
 conversation: time to the first token of a follow-up question with a kept conversation, against starting afresh.
+history: tokens per step at temperature 1 when the same prompts come again, four texts to each prompt, as rollouts are; with what was
+    written before, and without.
 sampling: acceptance at temperature 1 by what is proposed; and token-by-token rejection against block verification, for a
     scripted drafter whose distribution is known.
 trees: tau, tokens per step and time of a step by the budget of the tree, the chain beside them, greedily and at temperature 1;
@@ -38,7 +41,7 @@ from rich.progress import track
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dflash import Conversation, DFlashDraftModel, spec_generate
+from dflash import Conversation, DFlashDraftModel, History, spec_generate
 from dflash.checkpoints import DOMINO_NAME, DRAFTER_NAME, load_embedded_pair
 from dflash.cli.loading import read_prompts
 from dflash.common.stopwatch import seconds_of
@@ -163,6 +166,28 @@ def conversation(args: argparse.Namespace) -> None:
         for number, turn in enumerate(rows, start=1)
     ]
     finish(args.output, "conversation", (target, drafter), decoding=_decoding(args), summary=summary)
+
+
+def history(args: argparse.Namespace) -> None:
+    """A row per epoch over the same prompts."""
+    target, drafter, tokenizer = embedded(args)
+    prompts = [ids for ids in heldout_prompts(tokenizer)[: args.limit] for _ in range(4)]
+    asked: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "temperature": 1.0, "top_k": 0}
+    ways: dict[str, dict[str, Any]] = {"with history": {"history": History()}, "without": {}}
+    summary = []
+    for epoch in (1, 2):
+        row: dict[str, Any] = {"epoch": epoch, "texts": len(prompts), "tokens_per_step": {}}
+        for name, keywords in ways.items():
+            seeds = torch.Generator().manual_seed(epoch)
+            outputs = drafter.generate_batch(
+                prompts, target=target, generator=seeds, progress_bar=True, **asked, **keywords
+            ).values()
+            num_tokens = sum(len(output.generated_tokens) - 1 for output in outputs)  # the first is the prompt's
+            num_steps = sum(len(output.acceptance_lengths) for output in outputs)
+            row["tokens_per_step"][name] = round(num_tokens / num_steps, 3)
+        with_history, without = row["tokens_per_step"].values()
+        summary.append({**row, "history_over_without": round(with_history / without, 3)})
+    finish(args.output, "history", (target, drafter), decoding=asked, summary=summary)
 
 
 def sampling(args: argparse.Namespace) -> None:
@@ -308,7 +333,14 @@ def _decoding(args: argparse.Namespace) -> dict[str, Any]:
     return {**GREEDILY, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
 
 
-MEASUREMENTS = {"batch": batch, "conversation": conversation, "sampling": sampling, "trees": trees, "drafter": drafter}
+MEASUREMENTS = {
+    "batch": batch,
+    "conversation": conversation,
+    "history": history,
+    "sampling": sampling,
+    "trees": trees,
+    "drafter": drafter,
+}
 
 
 def main() -> None:

@@ -64,6 +64,7 @@ COLUMNS = {
     "recipe_gain": Column("to the base"),
     "ms_per_step_p10": Column("p10-p90", 2, last="ms_per_step_p90"),
     "ms_per_step_of_first_text": Column("first text's", 2),
+    "history_over_without": Column("with over without", 2, unit="x"),
     "generate_over_this": Column("x generate", 2),
     "static_over_this": Column("x static", 2),
     "peak_memory_gb": Column("GB", 1),
