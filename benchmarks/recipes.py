@@ -41,8 +41,8 @@ TIMED_STEPS = 12
 KEY = ("target", "axis", "cell", "seed")
 
 
-def arguments() -> argparse.Namespace:
-    parser = argument_parser(__doc__)
+def arguments(description: str | None = __doc__) -> argparse.Namespace:
+    parser = argument_parser(description)
     parser.add_argument("--pair", nargs=3, action="append", required=True, metavar=("NAME", "TARGET", "DATA"))
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--axis", nargs="+", action="append", help="name and cells")
@@ -70,6 +70,11 @@ def run(target: str, data: str, folder: Path, settings: TrainingSettings) -> dic
     if train_drafter(target, data, folder, settings, resume=True, show_progress=False).stopped_at is not None:
         raise SystemExit(f"Stopped in {folder}: give the command again to go on.")
     return json.loads((folder / "training.json").read_text(encoding="utf-8"))
+
+
+def folder_of(work: Path, target: str, cell: str, steps: int, seed: int) -> Path:
+    """Where a run is."""
+    return work / target / cell / f"{steps} steps, seed {seed}"
 
 
 def seconds_per_step(target: str, data: str, cells: Mapping[str, TrainingSettings]) -> dict[str, float]:
@@ -106,8 +111,8 @@ def half_width(values: Sequence[float]) -> float | None:
     return round(STUDENT.get(len(values) - 1, 1.96) * stdev(values) / math.sqrt(len(values)), 4)
 
 
-def main() -> None:
-    args = arguments()
+def train_all(args: argparse.Namespace) -> None:
+    """Makes the runs that are not in `args.output` yet, and adds them there one by one."""
     before = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {}
     if before and (changed := changes(before["training"]["base"], args.base)):
         raise ValueError(f"{args.output} holds runs of another base ({changed}): give another --work and --output.")
@@ -130,7 +135,7 @@ def main() -> None:
                 row["seconds_per_step"] = speeds[name, cell]
             steps = max(1, round(budget * speeds[name, first] / speeds[name, cell])) if equal == "time" else budget
             ends = {"steps": steps, "eval_every": steps, "save_every": 100, "seed": seed}
-            folder = args.work / name / cell / f"{steps} steps, seed {seed}"
+            folder = folder_of(args.work, name, cell, steps, seed)
             facts = run(target, data, folder, TrainingSettings(**{**args.base, **ends, **given(cell)}))
             last, read = facts["curve"][-1], {key: facts[key]["fingerprint"] for key in ("target", "data", "held_out")}
             if inputs.setdefault((name, seed), read) != read:
@@ -147,6 +152,11 @@ def main() -> None:
             pair = model, DFlashDraftModel.from_pretrained(folder)
             write_result(args.output, record("training", environment(*pair), **content))
             print(f"{name}, {label}, {cell}, seed {seed}: tau {row['tau']:.3f}", flush=True)
+
+
+def main() -> None:
+    args = arguments()
+    train_all(args)
     for table in tables_of(json.loads(args.output.read_text(encoding="utf-8"))):
         show_table(table)
 

@@ -46,6 +46,7 @@ COLUMNS = {
     "speedup_at_stated_tau": Column("speed-up", 2, unit="x"),
     "tau_to_match_plain": Column("break-even tau", 2),
     "allocated_bytes": Column("allocated, MiB", 0, scale=2**-20),
+    "over_no_head": Column("to no head", 2, unit="x"),
     "over_plain": Column(f"to {PLAIN}", 2, unit="x"),
     "taps_bytes": Column("of it hidden states, MiB", 0, scale=2**-20),
     "way": Column("layout"),
@@ -147,7 +148,11 @@ def recipes(result: Row) -> list[Part]:
         gain = "base" if row["gain"] is None else f"{row['gain']:+.2f}{spread(row['gain_interval'])}"
         cell["recipe_tau"][row["target"]] = f"{row['tau']:.2f}{spread(row['tau_interval'])}"
         cell["recipe_gain"][row["target"]] = gain
-    return [(list(cells.values()), ("axis", "cell", "recipe_tau", "recipe_gain"))]
+    of_speed = ("target", "head", "identical", "tau", "ms_per_step", "tokens_per_second", "speedup", "over_no_head")
+    return [
+        (list(cells.values()), ("axis", "cell", "recipe_tau", "recipe_gain")),
+        (result.get("speeds", []), of_speed),
+    ]
 
 
 def spread(interval: float | None) -> str:
