@@ -228,28 +228,18 @@ def lighteval(pair: Path) -> str:
     return f"batches of 4: {same(*texts)}; {figures}"
 
 
-def trl(pair: Path) -> str:
-    """Two steps of GRPO: the target's weights change, its text stays its own."""
-    import transformers
+def trainer_of(name: str, pair: Path, callback: Any, **settings: Any) -> Any:
+    """A trainer of trl that is to take two steps with a pair, rewarded for digits."""
+    import trl
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
 
     def reward(completions: Any, **_: Any) -> list[float]:
         return [float(sum(map(str.isdigit, completion[0]["content"]))) for completion in completions]
 
     torch.set_grad_enabled(True)  # lighteval switches it off in the whole process
-    taus: list[float] = []
-
-    class Log(transformers.TrainerCallback):
-        def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
-            taus.append(model.dflash_stats["tau"])
-
-    folder = Path(tempfile.mkdtemp())
-    config = GRPOConfig(
-        str(folder),
+    config = getattr(trl, f"{name}Config")(
+        tempfile.mkdtemp(),
         max_steps=2,
-        learning_rate=1e-3,
-        temperature=1.5,
         per_device_train_batch_size=4,
         num_generations=4,
         max_completion_length=64,
@@ -259,13 +249,28 @@ def trl(pair: Path) -> str:
         bf16=False,
         logging_steps=1,
         save_strategy="no",
+        **settings,
     )
     data = Dataset.from_list([{"prompt": chat} for chat in CHATS])
-    trainer = GRPOTrainer(str(pair), reward, args=config, train_dataset=data, callbacks=[Log()])
+    trainer_class = getattr(trl, f"{name}Trainer")
+    return trainer_class(str(pair), reward, args=config, train_dataset=data, callbacks=[callback])
+
+
+def trl(pair: Path) -> str:
+    """Two steps of GRPO: the target's weights change, its text stays its own."""
+    import transformers
+
+    taus: list[float] = []
+
+    class Log(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+            taus.append(model.dflash_stats["tau"])
+
+    trainer = trainer_of("GRPO", pair, Log(), learning_rate=1e-3, temperature=1.5)
     before = trainer.model.get_output_embeddings().weight.detach().clone()
     trainer.train()
     change = (trainer.model.get_output_embeddings().weight - before).abs().max()
-    folder = save_pair(trainer.model, folder / "pair")
+    folder = save_pair(trainer.model, Path(tempfile.mkdtemp()) / "pair")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     saved = AutoModelForCausalLM.from_pretrained(folder, **OPTIONS).eval()
@@ -284,35 +289,12 @@ def trl(pair: Path) -> str:
 
 def trl_batches(pair: Path) -> str:
     """Two steps of GRPO and of RLOO whose texts come from `generate_batch`, beside a callback that trains the drafter."""
-    import trl
-    from datasets import Dataset
-
     from dflash.trl import DrafterCallback
 
-    def reward(completions: Any, **_: Any) -> list[float]:
-        return [float(sum(map(str.isdigit, completion[0]["content"]))) for completion in completions]
-
-    torch.set_grad_enabled(True)
     said = []
     for name in ("GRPO", "RLOO"):
-        config = getattr(trl, f"{name}Config")(
-            tempfile.mkdtemp(),
-            use_transformers_continuous_batching=True,
-            max_steps=2,
-            per_device_train_batch_size=4,
-            num_generations=4,
-            max_completion_length=64,
-            model_init_kwargs=OPTIONS,
-            report_to="none",
-            use_cpu=True,
-            bf16=False,
-            logging_steps=1,
-            save_strategy="no",
-        )
-        data = Dataset.from_list([{"prompt": chat} for chat in CHATS])
-        trainer_class = getattr(trl, f"{name}Trainer")
-        callbacks = [DrafterCallback(every=1, steps=1)]
-        trainer = trainer_class(str(pair), reward, args=config, train_dataset=data, callbacks=callbacks)
+        callback = DrafterCallback(every=1, steps=1)
+        trainer = trainer_of(name, pair, callback, use_transformers_continuous_batching=True)
         trainer.train()
         lines = [line for line in trainer.state.log_history if "drafter/tau" in line]
         taus = ", ".join(f"{line['drafter/tau']:.2f}" for line in lines)
