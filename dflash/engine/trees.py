@@ -115,47 +115,82 @@ def in_front(is_chosen: torch.Tensor) -> torch.Tensor:
 Found = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # of each depth: log-probabilities, parents, tokens
 
 
-def grown(
-    head: CausalHead | None,
-    hidden_states: torch.Tensor,  # [B, R, D]
-    logits: torch.Tensor,  # [B, R, V]
-    anchors: torch.Tensor,  # [B, 1]
-    temperature: float,
-    num_nodes: int,
-) -> TreeProposals:
-    """The `num_nodes` most probable paths through the candidates of each position, best first.
+class Candidates:
+    """The likeliest tokens of each position, and their log-probabilities, whatever was chosen before: without a head."""
+
+    def __init__(self, logits: torch.Tensor, temperature: float, device: torch.device) -> None:
+        log_probs = (logits.float() / temperature).log_softmax(-1)
+        best = log_probs.topk(min(TREE_BRANCHES, logits.shape[-1]))
+        self.log_probs = best.values.to(device)
+        self.token_ids = best.indices.to(device)  # [B, R, K]
+
+    def after_paths(self, position: int) -> torch.Tensor:
+        """Log-probabilities of a position's candidates after each of M paths, [B, M, K], or [B, 1, K] where all are equal."""
+        return self.log_probs[:, position, None]
+
+    def follow(self, position: int, parents: torch.Tensor, choices: torch.Tensor) -> None:
+        """Goes on from the paths `parents` [B, M] with the candidates `choices` [B, M] of a position. No path has a state."""
+
+
+class HeadCandidates(Candidates):
+    """Those of a drafter whose head scores the candidates after each path, from the state that the path leaves."""
+
+    def __init__(
+        self,
+        head: CausalHead,
+        hidden_states: torch.Tensor,
+        logits: torch.Tensor,
+        anchors: torch.Tensor,
+        temperature: float,
+    ) -> None:
+        device = hidden_states.device
+        best = logits.topk(min(head.top_k, logits.shape[-1]))
+        token_ids = best.indices.to(device)
+        positions = torch.arange(token_ids.shape[1], device=device)
+        self.head = head
+        self.temperature = temperature
+        self.token_ids = token_ids
+        self.logits = best.values.to(hidden_states)
+        self.features = head.features(hidden_states)
+        self.rows = head.rows(token_ids, positions)
+        self.inputs = head.inputs(token_ids)  # [B, R, K, I]
+        self.previous = head.inputs(anchors.to(device))  # of each path's last token, [B, M, I]
+        self.states = hidden_states.new_zeros(len(anchors), 1, head.state_size)  # before that token, [B, M, H]
+
+    def after_paths(self, position: int) -> torch.Tensor:
+        """As `Candidates.after_paths`."""
+        head = self.head
+        num_texts, num_paths, _ = self.previous.shape
+        states = head.read(self.previous.flatten(0, 1), self.states.flatten(0, 1))
+        self.states = states.unflatten(0, (num_texts, num_paths))
+        features, logits, rows = (
+            values[:, position].repeat_interleave(num_paths, dim=0)
+            for values in (self.features, self.logits, self.rows)
+        )
+        scores = head.scores(features, logits, rows, states)
+        log_probs = head.probabilities(scores, self.temperature).log()
+        return log_probs.unflatten(0, (num_texts, num_paths))
+
+    def follow(self, position: int, parents: torch.Tensor, choices: torch.Tensor) -> None:
+        """As `Candidates.follow`."""
+        self.states = rows_at(self.states, parents)
+        self.previous = rows_at(self.inputs[:, position], choices)
+
+
+def grown(candidates: Candidates, anchors: torch.Tensor, num_nodes: int) -> TreeProposals:
+    """The `num_nodes` most probable paths through the candidates of each position after anchors [B, 1], best first.
 
     Grown depth by depth: each path goes on from its own state, all of a depth at once. Probabilities only fall along a path, so
     as many paths of a depth as the tree has room for are enough. A tree with fewer nodes holds the first of them.
     """
-    device = hidden_states.device
-    top_k = TREE_BRANCHES
-    if head is None:
-        logits = (logits.float() / temperature).log_softmax(-1)
-    else:
-        top_k = head.top_k
-    top = logits.topk(min(top_k, logits.shape[-1]))
-    top_logits = top.values.to(device)
-    token_ids = top.indices.to(device)  # [B, R, K]
-    num_positions, top_k = token_ids.shape[1:]
-    if head is not None:
-        rows = head.rows(token_ids, torch.arange(num_positions, device=device))
-        of_positions = (head.features(hidden_states), top_logits.to(hidden_states), rows)
-        inputs = head.inputs(token_ids)  # [B, R, K, I]
-        previous = head.inputs(anchors.to(device))  # [B, M, I]
-        states = hidden_states.new_zeros(len(anchors), 1, head.state_size)  # [B, M, H]
+    token_ids = candidates.token_ids
+    device = token_ids.device
+    _, num_positions, top_k = token_ids.shape
     totals = torch.zeros(anchors.shape, device=device)  # log-probabilities of M paths, [B, M]
     found: Found = []
     first, num_found = 0, 1  # the anchor
     for position in range(num_positions):
-        log_probs = top_logits[:, position, None]
-        if head is not None:
-            width = totals.shape[1]
-            features, logits, rows = (values[:, position].repeat_interleave(width, dim=0) for values in of_positions)
-            states = head.read(previous.flatten(0, 1), states.flatten(0, 1))
-            scores = head.scores(features, logits, rows, states)
-            chances = head.probabilities(scores, temperature)
-            log_probs = chances.log().unflatten(0, totals.shape)
+        log_probs = candidates.after_paths(position)
         longer = (totals[..., None] + log_probs).flatten(1)
         totals, places = longer.topk(min(num_nodes - position, longer.shape[1]))
         if device.type == "cpu":  # a GPU would wait longer for the number than it saves
@@ -163,11 +198,10 @@ def grown(
             totals = totals[:, : places.shape[1]]
         parents = places // top_k
         choices = places % top_k
-        found.append((totals, first + parents, token_ids[:, position].gather(1, choices)))
+        chosen_ids = token_ids[:, position].gather(1, choices)
+        found.append((totals, first + parents, chosen_ids))
         first, num_found = num_found, num_found + places.shape[1]
-        if head is not None:
-            states = rows_at(states.unflatten(0, (len(anchors), -1)), parents)
-            previous = rows_at(inputs[:, position], choices)
+        candidates.follow(position, parents, choices)
     return best_of(found, num_nodes, anchors.device)
 
 
@@ -219,7 +253,12 @@ class TreeProposer:
         hidden_states = drafts.hidden_states(anchors, depth)
         logits = drafter.compute_logits(hidden_states, drafts.target.head)
         head = drafter.causal_head(drafts.embed)
-        return grown(head, hidden_states, logits, anchors, drafts.request.temperature, num_nodes)
+        temperature = drafts.request.temperature
+        if head is None:
+            candidates = Candidates(logits, temperature, hidden_states.device)
+        else:
+            candidates = HeadCandidates(head, hidden_states, logits, anchors, temperature)
+        return grown(candidates, anchors, num_nodes)
 
     def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
         """As `DraftProposer.record`."""
@@ -295,15 +334,18 @@ class TreeRunningState(RunningState):
     def _output_of(self, paths: torch.Tensor) -> torch.Tensor:
         """The output [B, S, D] of the recorded columns, each after its path."""
         hidden_states = self._arguments["hidden_states"]
+        num_sequences, width, num_channels = hidden_states.shape
         paths = paths.to(hidden_states.device)
-        num_sequences, width, _ = paths.shape
-        inputs = rows_at(hidden_states, paths.flatten(1)).view(num_sequences * width, -1, hidden_states.shape[2])
+        columns = paths.flatten(1)
+        inputs = rows_at(hidden_states, columns).view(num_sequences * width, -1, num_channels)
         places = torch.arange(num_sequences, device=paths.device)
-        outputs = self.replay(inputs, places.repeat_interleave(width))
+        origins = places.repeat_interleave(width)
+        outputs = self.replay(inputs, origins)
         # The states of all paths take memory. Those of the last columns hold all columns, if these are a chain.
-        self.layer.reorder_cache((places + 1) * width - 1)
-        ends = (paths > 0).sum(-1)
-        return rows_at(outputs, ends.view(-1, 1)).view_as(hidden_states)
+        last_paths = (places + 1) * width - 1
+        self.layer.reorder_cache(last_paths)
+        ends = (paths > 0).sum(-1).view(-1, 1)
+        return rows_at(outputs, ends).view_as(hidden_states)
 
     def bring_to_front(self, columns: torch.Tensor) -> None:
         """Orders the recorded columns, of which `rewind` keeps the first ones."""

@@ -31,6 +31,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from dflash import Conversation, spec_generate
 from dflash.engine.trees import (
+    Candidates,
+    HeadCandidates,
     TreeAcceptance,
     TreeAcceptor,
     TreeCache,
@@ -55,7 +57,11 @@ MASKED = ("gemma3", "gemma4", "gemma4_shared_kv", "gpt_oss", "mistral", "cohere2
 def trees_of(
     head: Any, states: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor, budget: int
 ) -> TreeProposals:
-    return grown(head, states[:, :budget], logits[:, :budget], anchors, TEMPERATURE, budget)
+    states, logits = states[:, :budget], logits[:, :budget]
+    candidates = Candidates(logits, TEMPERATURE, states.device)
+    if head is not None:
+        candidates = HeadCandidates(head, states, logits, anchors, TEMPERATURE)
+    return grown(candidates, anchors, budget)
 
 
 def tokens_of(proposals: TreeProposals, place: int) -> list[tuple[int, ...]]:
