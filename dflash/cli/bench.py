@@ -161,11 +161,9 @@ def bar(items: Iterable[Any], what: str) -> Iterable[Any]:
 
 def show(result: dict[str, Any]) -> None:
     """The tables of the measurement and of the profile on standard output, and what their figures depend on."""
-    from dflash.evaluation import place_of, table_of
+    from dflash.evaluation import table_of
 
     rows = result["summary"]
-    setup = result["environment"]
-    decoding = result["decoding"]
     for task in dict.fromkeys(row["task"] for row in rows):
         of_task = [row for row in rows if row["task"] == task]
         show_table(table_of(of_task, TIMED, short=True), f"{task}, {counted(of_task[0]['prompts'], 'prompt')}")
@@ -173,12 +171,5 @@ def show(result: dict[str, Any]) -> None:
             prompts = counted(of_task[0]["profiled_prompts"], "prompt")
             title = f"A step, profiled on {prompts} (slower than unprofiled)"
             show_table(table_of(of_task, PROFILED, short=True), title)
-    facts = [
-        setup["target_dtype"],
-        place_of(setup),
-        f"block {setup['block_size']}",
-        "greedy, batch 1",
-        f"at most {decoding['max_new_tokens']} tokens",
-        f"medians of {decoding['repeats']} interleaved repeats",
-    ]
-    show_facts(facts, rows, setup["target_dtype"])
+    repeats = result["decoding"]["repeats"]
+    show_facts(result, f"medians of {repeats} interleaved repeats")

@@ -264,7 +264,9 @@ def _backend(pair: loading.Pair, max_new_tokens: int | None, methods: Sequence[s
 
     def begin() -> dict[str, Any]:
         ways = backend.begin()
-        return {name: recorder(decode) if name == OURS else decode for name, decode in ways.items()}
+        if OURS in ways:
+            ways[OURS] = recorder(ways[OURS])
+        return ways
 
     return replace(backend, begin=begin)
 
@@ -307,7 +309,9 @@ SHOWN = (
 def _report(result: dict[str, Any], files: EvalFiles) -> None:
     """Prints the result, and where its files are."""
     if files.as_json:
-        print(json.dumps({name: value for name, value in result.items() if name != "measurements"}))
+        figures = dict(result)
+        del figures["measurements"]
+        print(json.dumps(figures))
     else:
         _show(result)
     if files.output is not None:
@@ -317,25 +321,13 @@ def _report(result: dict[str, Any], files: EvalFiles) -> None:
 
 def _show(result: dict[str, Any]) -> None:
     """The table, and what its figures depend on."""
-    from dflash.evaluation import means_of_tasks, place_of, table_of
+    from dflash.evaluation import means_of_tasks, table_of
 
     rows = result["summary"]
-    show_table(
-        table_of([*rows, *means_of_tasks(rows)], SHOWN, short=True), "Everything counted, the prompt's forward too"
-    )
-    decoding = result["decoding"]
-    setup = result["environment"]
-    facts = [
-        setup.get("engine"),
-        setup.get("target_dtype"),
-        place_of(setup),
-        f"{setup['processes']} processes" if setup["processes"] > 1 else "",
-        f"block size {setup['block_size']}" if "block_size" in setup else "",
-        "greedy, batch 1",
-        f"thinking {'on' if decoding['enable_thinking'] else 'off'}",
-        f"at most {decoding['max_new_tokens']} tokens",
-    ]
-    show_facts(facts, rows, setup.get("target_dtype"))
+    shown = table_of([*rows, *means_of_tasks(rows)], SHOWN, short=True)
+    show_table(shown, "Everything counted, the prompt's forward too")
+    processes = result["environment"]["processes"]
+    show_facts(result, *([f"{processes} processes"] if processes > 1 else []))
     for task in result["tasks"]:
         if task["too_long"]:
             left_out = f"{task['too_long']} of {counted(task['prompts'], 'prompt')} of {task['task']} are left out"

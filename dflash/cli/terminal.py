@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from dflash.common.acceptance import tau
 from dflash.common.stopwatch import LINE_SECONDS, stopwatch
 
 
@@ -78,9 +79,13 @@ class _LoggedBar(Progress):
             return
         self._since_line = stopwatch()
         (task,) = self.tasks
-        done = f"{task.completed:,.0f} of {task.total:,.0f}" if task.total else f"{task.completed:,.0f}"
-        notes = [task.description, task.fields.get("rate", "")]
-        self.console.print(": ".join([done, ", ".join(filter(None, notes))]), soft_wrap=True)
+        line = f"{task.completed:,.0f}"
+        if task.total:
+            line += f" of {task.total:,.0f}"
+        line += f": {task.description}"
+        if task.fields.get("rate"):
+            line += f", {task.fields['rate']}"
+        self.console.print(line, soft_wrap=True)
 
 
 class TextStream:
@@ -97,7 +102,8 @@ class TextStream:
         text = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
         if text.endswith("\ufffd") and not is_last:
             return ""
-        added, self._length = text[self._length :], len(text)
+        added = text[self._length :]
+        self._length = len(text)
         return added
 
 
@@ -111,9 +117,10 @@ class BlockPrinter:
 
     def block(self, block: "Block") -> None:
         """Prints a block: the accepted drafts, then the target's own token."""
-        accepted, own = block.token_ids[: block.num_accepted], block.token_ids[block.num_accepted :]
-        self._print(self._stream.push(accepted), ACCEPTED_STYLE, "[{}]")
-        self._print(self._stream.push(own), OWN_STYLE)
+        accepted = self._stream.push(block.token_ids[: block.num_accepted])
+        own = self._stream.push(block.token_ids[block.num_accepted :])
+        self._print(accepted, ACCEPTED_STYLE, "[{}]")
+        self._print(own, OWN_STYLE)
 
     def tokens(self, token_ids: list[int]) -> None:
         """Prints tokens of plain decoding."""
@@ -139,10 +146,11 @@ def has_colour(console: Console) -> bool:
 
 def legend(console: Console) -> Text:
     """One line that explains the marks."""
-    draft, own = ("accepted draft", ACCEPTED_STYLE), ("the target's own token", OWN_STYLE)
+    begin = "DFlash marks each block: "
+    own = "the target's own token"
     if not has_colour(console):
-        draft, own = ("[accepted draft]", ""), ("the target's own token", "")
-    return Text.assemble("DFlash marks each block: ", draft, ", then ", own)
+        return Text(f"{begin}[accepted draft], then {own}")
+    return Text.assemble(begin, ("accepted draft", ACCEPTED_STYLE), ", then ", (own, OWN_STYLE))
 
 
 @dataclass(frozen=True)
@@ -161,13 +169,17 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
     for name in ("tokens", "generate", "DFlash", "speed-up", "tau", "per step"):
         table.add_column(name, justify="right")
     table.add_column("text", min_width=len("identical"))  # the cell that matters most is whole on any terminal
+    num_same = 0
     for number, row in enumerate(rows, start=1):
+        difference = row.difference
         agreement = "identical"
-        if row.difference is not None:
-            agreement = f"differs from token {row.difference.index}, margin {row.difference.margin:.2g}"
-        table.add_row(str(number), *_figures([row]), agreement, end_section=number == len(rows))
+        if difference is None:
+            num_same += 1
+        else:
+            agreement = f"differs from token {difference.index}, margin {difference.margin:.2g}"
+        table.add_row(str(number), *_figures([row]), agreement)
     if len(rows) > 1:
-        num_same = sum(row.difference is None for row in rows)
+        table.add_section()
         agreement = "identical" if num_same == len(rows) else f"{num_same} of {len(rows)} identical"
         table.add_row("all", *_figures(rows), agreement)
     return table
@@ -193,7 +205,7 @@ def _figures(rows: Sequence[Comparison]) -> list[str]:
         f"{plain:.0f}",
         f"{fast:.0f}",
         f"{fast / plain:.2f}x",
-        number(sum(lengths) / len(lengths) if lengths else math.nan),
+        number(tau(sum(lengths), len(lengths))),
         number((tokens - len(rows)) / num_steps if num_steps else math.nan),
     ]
 
@@ -223,21 +235,34 @@ def show_table(table: tuple[list[str], list[list[str]]], title: str | None = Non
         title = None
 
 
-def show_facts(facts: Sequence[str | None], rows: Sequence[dict[str, Any]], dtype: str | None) -> None:
-    """Prints what the figures of a table depend on, and why texts may differ if some do."""
-    from dflash.evaluation import caveat
+def show_facts(result: dict[str, Any], *more: str) -> None:
+    """Prints what the figures of a result depend on, and why texts may differ if some do."""
+    from dflash.evaluation import caveat, place_of
 
-    line = f"{', '.join(filter(None, facts))}. {caveat(rows, dtype)}"
-    Console(highlight=False).print(Text(line.rstrip(), "dim"))
+    setup = result["environment"]
+    decoding = result["decoding"]
+    dtype = setup.get("target_dtype")
+    facts = [setup.get("engine"), dtype, place_of(setup)]
+    if "block_size" in setup:
+        facts.append(f"block size {setup['block_size']}")
+    facts += ["greedy, batch 1", *more]
+    if "enable_thinking" in decoding:
+        facts.append(f"thinking {'on' if decoding['enable_thinking'] else 'off'}")
+    facts.append(f"at most {decoding['max_new_tokens']} tokens")
+    line = ", ".join(filter(None, facts))
+    warning = caveat(result["summary"], dtype)
+    Console(highlight=False).print(Text(f"{line}. {warning}".rstrip(), "dim"))
 
 
 def _print_part(columns: "Sequence[_Column]", title: str | None) -> None:
     """Prints a table of these columns."""
     table = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
     for column in columns:
-        table.add_column(column.heading, justify="right" if column.is_figure else "left", no_wrap=True)
-    for cells in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(*cells)
+        side: JustifyMethod = "right" if column.is_figure else "left"
+        table.add_column(column.heading, justify=side, no_wrap=True)
+    cells = [column.cells for column in columns]
+    for row in zip(*cells, strict=True):
+        table.add_row(*row)
     width = max(_width(columns), len(title or ""))
     Console(width=width, highlight=False, markup=False).print(table)
 
@@ -254,10 +279,14 @@ class _Column:
     @classmethod
     def of(cls, heading: str, cells: list[str]) -> "_Column":
         """The column of these cells, whose heading is broken to the width of its cells and its own words."""
-        width = max(map(len, [*cells, *re.split(r"[ -]", heading)]))
-        heading = textwrap.fill(heading, width + heading.count("-"), break_long_words=False)
-        longest = max(map(len, [*cells, *heading.splitlines()]), default=0)
-        return cls(heading, cells, any(cell[:1].isdigit() for cell in cells), longest + 1)
+        words = re.split(r"[ -]", heading)
+        width = max(map(len, [*cells, *words]))
+        hyphens = heading.count("-")
+        heading = textwrap.fill(heading, width + hyphens, break_long_words=False)
+        lines = heading.splitlines()
+        longest = max(map(len, [*cells, *lines]), default=0)
+        is_figure = any(cell[:1].isdigit() for cell in cells)
+        return cls(heading, cells, is_figure, longest + 1)
 
 
 def _width(columns: Sequence[_Column]) -> int:

@@ -14,7 +14,7 @@ from dflash.common.provenance import environment, public_name, record
 from .measurements import Prompt, compare, rounded, summarise
 from .methods import EAGER, decoding_methods
 from .profiling import StepSplit, profile, step_split
-from .results import Row
+from .results import Row, grouped
 from .timing import timed_blocks
 
 
@@ -61,8 +61,7 @@ def run_bench(
         warm_up=lambda runs: progress(runs, "Warming up"),
     )
     chosen = []
-    for task in dict.fromkeys(prompt.task for prompt in prompts):
-        of_task = [prompt for prompt in prompts if prompt.task == task]
+    for of_task in grouped(prompts, lambda prompt: prompt.task).values():
         chosen += of_task[: plan.num_profiled]
     profiles = profile(compared, chosen, target, drafter, lambda prompts: progress(prompts, "Profiling"))
     return record(

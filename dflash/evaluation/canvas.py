@@ -122,7 +122,8 @@ def _new_figure(note: str, theme: Theme, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     lines = textwrap.wrap(note, int(18 * theme.width))
-    figure = Figure(figsize=(theme.width, height + 0.15 * len(lines)), layout="constrained")
+    height += 0.15 * len(lines)
+    figure = Figure(figsize=(theme.width, height), layout="constrained")
     if note:
         figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7.5, color=theme.muted, weight="normal")
     return figure
@@ -192,8 +193,11 @@ def handles(entries: Sequence[Entry]) -> tuple[list[Any], list[str]]:
     """Lines and names of a key, as `legend` takes them."""
     from matplotlib.lines import Line2D
 
-    lines = [Line2D([], [], color=colour, linestyle=style) for _, colour, style in entries]
-    names = [name for name, *_ in entries]
+    lines = []
+    names = []
+    for name, colour, style in entries:
+        lines.append(Line2D([], [], color=colour, linestyle=style))
+        names.append(name)
     return lines, names
 
 
@@ -209,15 +213,15 @@ def line(axes: Axes, points: Sequence[Point], colour: str) -> None:
 
 
 def write(axes: Axes, text: str, place: Point, offset: Point, **look: Any) -> None:
-    """Text beside a place of the data, at an offset in points."""
-    axes.annotate(text, place, offset, textcoords="offset points", **look)
+    """Text beside a place of the data, at an offset in points, readable on bars and lines."""
+    axes.annotate(text, place, offset, textcoords="offset points", path_effects=outlined(axes), **look)
 
 
-def outlined(theme: Theme) -> list[Any]:
+def outlined(axes: Axes) -> list[Any]:
     """`path_effects` that give a line or text an edge in the colour of the paper, so that it stands out from bars."""
     from matplotlib.patheffects import withStroke
 
-    return [withStroke(linewidth=3, foreground=theme.paper)]
+    return [withStroke(linewidth=3, foreground=axes.get_facecolor())]
 
 
 def _dress(axes: Axes, theme: Theme) -> None:
@@ -230,9 +234,10 @@ def shares_of_counts(axes: Axes) -> None:
     """Percentages without decimals on the y axis, whole numbers on the x axis."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    axes.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
+    round_steps = [1, 2, 5, 10]
+    axes.yaxis.set_major_locator(MaxNLocator(7, steps=round_steps))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=round_steps, integer=True))
 
 
 def curves(labels: Labels, drawn: Sequence[Curve], note: str, theme: Theme) -> Figure:

@@ -98,7 +98,11 @@ class Trial:
         for step in self.steps:
             proposed.update(range(step.num_proposals))
             accepted.update(range(step.num_accepted))
-        return [rounded(accepted[place] / proposed[place]) for place in sorted(proposed)]
+        shares = []
+        for position in sorted(proposed):
+            share = accepted[position] / proposed[position]
+            shares.append(rounded(share))
+        return shares
 
     def part(self, chosen: Callable[[Step], bool]) -> Trial:
         """The trial with the chosen steps alone."""
@@ -214,12 +218,17 @@ def _search(
         todo = [trial for trial in possible(best.setup) if trial.kind not in kinds]
         after = [trial.change for trial in kept[1:]]
         num_steps = Counter(step.prompt for step in best.steps)
-        tried = [measure({} if trial.kind in OF_PROMPTS else num_steps, trial) for trial in progress(todo)]
-        rows += [trial.row(after) for trial in tried]
-        helping = [trial for trial in tried if trial.helps(best)]
+        helping = []
+        for trial in progress(todo):
+            most = {} if trial.kind in OF_PROMPTS else num_steps
+            tried = measure(most, trial)
+            rows.append(tried.row(after))
+            if tried.helps(best):
+                helping.append(tried)
         if not helping:
             return kept, rows
-        kept.append(max(helping, key=lambda trial: trial.worth))
+        best_helping = max(helping, key=lambda trial: trial.worth)
+        kept.append(best_helping)
 
 
 def _advice(kept: Sequence[Trial]) -> list[dict[str, Any]]:
@@ -297,12 +306,12 @@ Variant = tuple[str, str, str, dict[str, Any]]
 
 
 def _other_taps(config: Any, num_layers: int) -> Iterator[Variant]:
+    own = config.target_layer_ids
+    reason = f"config.json says {own}"
     for shift in (-1, 1):
-        ids = [layer_id + shift for layer_id in config.target_layer_ids]
+        ids = [layer_id + shift for layer_id in own]
         if ids[0] >= 0 and ids[-1] < num_layers - 1:
-            change = f"target_layer_ids {ids}"
-            reason = f"config.json says {config.target_layer_ids}"
-            yield "taps", change, reason, {"target_layer_ids": ids}
+            yield "taps", f"target_layer_ids {ids}", reason, {"target_layer_ids": ids}
 
 
 def _other_masks(config: Any, vocab_size: int, tokenizer: Any) -> Iterator[Variant]:

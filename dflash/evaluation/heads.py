@@ -151,7 +151,11 @@ def _probabilities(trial: _Trial) -> Iterator[str]:
 
 
 def _scores_along(
-    head: CausalHead, hidden_states: torch.Tensor, top_logits: torch.Tensor, top_ids: torch.Tensor, before: torch.Tensor
+    head: CausalHead,
+    hidden_states: torch.Tensor,
+    top_logits: torch.Tensor,
+    top_ids: torch.Tensor,
+    before: torch.Tensor,
 ) -> Iterator[torch.Tensor]:
     """Scores [B, K] of the candidates of each position after the tokens `before` [B, R], as trees and training compute them."""
     num_sequences, num_positions, _ = hidden_states.shape
@@ -169,9 +173,10 @@ def _scores_along(
 def _paths(trial: _Trial) -> Iterator[str]:
     """Scores follow from hidden states, logits and the tokens before alone: read again, in a batch and token by token."""
     head = trial.head()
-    hidden_states, logits, anchors = trial.block(3)
-    path = head.choose_path(hidden_states, logits, anchors)
-    alone = head.choose_path(hidden_states[1:2], logits[1:2], anchors[1:2])
+    hidden_states, logits, anchors = block = trial.block(3)
+    path = head.choose_path(*block)
+    second = [part[1:2] for part in block]
+    alone = head.choose_path(*second)
     if not torch.allclose(alone.scores[0], path.scores[1], atol=TOLERANCE):
         yield "scores: those of a text differ alone and in a batch, so a sequence reads another one's."
     before = torch.cat([anchors, path.token_ids[:, :-1]], dim=1)
@@ -239,20 +244,26 @@ def _expected_counts(target: Any, prompt: torch.Tensor, temperature: float) -> t
     """How many of `NUM_TEXTS` texts begin with each pair of tokens [V * V] after the prompt [1, S], on average."""
     tokens = torch.arange(SMALL_VOCABULARY)
     pairs = torch.cartesian_prod(tokens, tokens)
-    texts = torch.cat([prompt.expand(len(pairs), -1), pairs], dim=1)
-    logits = target(texts).logits[:, -3:-1].double()
-    probabilities = (logits / temperature).softmax(dim=-1)
-    of_pairs = probabilities.gather(-1, pairs[..., None]).flatten(1)
-    return NUM_TEXTS * of_pairs.prod(dim=1)
+    prompts = prompt.expand(len(pairs), -1)
+    texts = torch.cat([prompts, pairs], dim=1)
+    outputs = target(texts)
+    logits = outputs.logits[:, -3:-1].double()  # of both tokens
+    scaled = logits / temperature
+    probabilities = scaled.softmax(dim=-1)
+    of_tokens = probabilities.gather(-1, pairs[..., None])
+    of_pairs = of_tokens.flatten(1).prod(dim=1)
+    return NUM_TEXTS * of_pairs
 
 
 def _p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
     """The chance of a chi-square at least as large; counts that are expected to be below 5 are left out, as is usual."""
     is_counted = expected >= 5
-    counts, expected = counts[is_counted], expected[is_counted]
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    freedom = statistic.new_tensor(len(expected))
-    return torch.special.gammaincc(freedom / 2, statistic / 2).item()
+    wanted = expected[is_counted]
+    differences = counts[is_counted] - wanted
+    statistic = (differences**2 / wanted).sum()
+    freedom = statistic.new_tensor(len(wanted))
+    p_value = torch.special.gammaincc(freedom / 2, statistic / 2)
+    return p_value.item()
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import torch
 
 from .methods import Method
 from .profiling import Profile
-from .results import Row
+from .results import Row, grouped
 from .timing import TimedRun, draft_lengths, tau
 
 
@@ -86,9 +86,11 @@ def compare(
 
 def take_turns(methods: Methods, input_ids: torch.Tensor, first: int) -> Runs:
     """Every method once on one prompt, in an order that rotates with `first`."""
-    names = deque(methods)
-    names.rotate(-first)
-    runs = {name: methods[name](input_ids) for name in names}
+    order = deque(methods)
+    order.rotate(-first)
+    runs = {}
+    for name in order:
+        runs[name] = methods[name](input_ids)
     return {name: runs[name] for name in methods}
 
 
@@ -125,12 +127,9 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
     The time of a step or token counts everything after the first token, the drafter's share included. Fields from
     `profiles` begin with `profiled_`.
     """
-    tasks: dict[str, dict[str, list[Measurement]]] = {}
-    for measurement in measurements:
-        methods = tasks.setdefault(measurement.task, {})
-        methods.setdefault(measurement.method, []).append(measurement)
     rows = []
-    for task, methods in tasks.items():
+    for task, of_task in grouped(measurements, lambda m: m.task).items():
+        methods = grouped(of_task, lambda m: m.method)
         plain = next(iter(methods.values()))
         for name, chosen in methods.items():
             own_profiles = [p for p in profiles if p.task == task and p.method == name]

@@ -5,17 +5,19 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash.common.json_text import parsed_json
 from dflash.common.provenance import SCHEMA_VERSION
 
 
 Row = dict[str, Any]
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 # What the figures of a result depend on, by name; `None` where the file does not say.
 Facts = dict[str, str | None]
 
@@ -134,6 +136,14 @@ def _before_and_after(points: Sequence[dict[str, Any]], best_step: int | None) -
         after = kept[0][name]
         rows.append({"domain": name, "before": before, "after": after})
     return rows
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items by their key, both in order of appearance."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def position_rates(histogram: Sequence[int]) -> tuple[list[float], list[float]]:
