@@ -144,13 +144,10 @@ def small_plots(
     """A figure of one small plot per name, all on the same scale, below the title and the key of all of them."""
     columns = min(len(names), theme.num_columns)
     lines = math.ceil(len(names) / columns)
+    line_height = 2.1 if lines > 1 else 2.5  # inches
     entries_a_line = max(1, int(theme.width) - 4)
-    head = 0.35 + 0.21 * math.ceil(len(key) / entries_a_line)  # inches
-    line_height = 2.1 if lines > 1 else 2.5
-    figure = _new_figure(note, theme, 0.6 + head + line_height * lines)
-    height = figure.get_figheight()
-    below_head = 1 - head / height
-    figure.get_layout_engine().set(rect=(0, 0, 1, below_head))  # type: ignore[union-attr, call-arg]
+    key_height = 0.21 * math.ceil(len(key) / entries_a_line)
+    figure = _new_figure(note, theme, 0.95 + key_height + line_height * lines)
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     places = list(grid.flat)
     for axes in places[len(names) :]:
@@ -163,24 +160,20 @@ def small_plots(
     places[0].set_ylabel(labels.y)
     lowest_line = (lines - 1) * columns
     places[lowest_line].set_xlabel(wrapped(labels.x, theme), loc="left")
-    figure.text(
-        0.01,
-        1 - 0.08 / height,
-        labels.title,
-        va="top",
-        fontsize=12,
-        weight="bold",
+    if not key:
+        figure.suptitle(labels.title, x=0.01, ha="left")
+        return figure, panels
+    figure.legend(  # below its own title: the layout knows no key between a figure's title and its panels
+        *handles(key),
+        title=labels.title,
+        title_fontproperties={"size": 12, "weight": "bold"},
+        alignment="left",
+        loc="outside upper left",
+        ncols=min(len(key), entries_a_line),
+        fontsize=9,
+        handlelength=2.2,
+        borderpad=0.2,
     )
-    if key:
-        figure.legend(
-            *handles(key),
-            loc="upper left",
-            bbox_to_anchor=(0.0, 1 - 0.3 / height),
-            ncols=min(len(key), entries_a_line),
-            fontsize=9,
-            handlelength=2.2,
-            borderpad=0.2,
-        )
     return figure, panels
 
 

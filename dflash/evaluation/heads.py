@@ -21,7 +21,7 @@ MOST_OPERATIONS = 30  # of a position; Domino's head takes 14
 TOLERANCE = 1e-4  # of float32 numbers that are computed in two ways
 TEMPERATURES = (0.5, 1.0, 1.4)
 SMALL_VOCABULARY, LARGE_VOCABULARY = 5, 499  # 499 is a prime number, so no other size is a multiple of it
-NUM_TEXTS = 4000  # sampled, to compare their distribution
+NUM_TEXTS = 3000  # sampled, to compare their distribution
 LEAST_P_VALUE = 1e-4  # of such a comparison
 SHAPE: dict[str, Any] = {
     "hidden_size": 16,
@@ -173,10 +173,10 @@ def _scores_along(
 def _paths(trial: _Trial) -> Iterator[str]:
     """Scores follow from hidden states, logits and the tokens before alone: read again, in a batch and token by token."""
     head = trial.head()
-    hidden_states, logits, anchors = block = trial.block(3)
-    path = head.choose_path(*block)
-    second = [part[1:2] for part in block]
-    alone = head.choose_path(*second)
+    hidden_states, logits, anchors = trial.block(3)
+    path = head.choose_path(hidden_states, logits, anchors)
+    second = slice(1, 2)
+    alone = head.choose_path(hidden_states[second], logits[second], anchors[second])
     if not torch.allclose(alone.scores[0], path.scores[1], atol=TOLERANCE):
         yield "scores: those of a text differ alone and in a batch, so a sequence reads another one's."
     before = torch.cat([anchors, path.token_ids[:, :-1]], dim=1)
@@ -228,6 +228,7 @@ def _distribution(trial: _Trial) -> Iterator[str]:
             temperature=temperature,
             top_k=0,
             max_new_tokens=3,
+            prompt_lookup_num_tokens=0,  # the head proposes everything
             verification=verification,
             stop_token_ids=[],
             generator=torch.Generator().manual_seed(4),
