@@ -162,9 +162,10 @@ def draw_visibility(axes: Any, visible: torch.Tensor, block_size: int, labels: S
     """
     num_positions, num_keys = visible.shape
     context = num_keys - num_positions
-    colours = torch.tensor([_rgb(BLUE)] * context + [_rgb(GREEN)] * num_positions)  # of the columns
+    of_columns = [_rgb(BLUE)] * context + [_rgb(GREEN)] * num_positions
+    colours = torch.tensor(of_columns)
     white = torch.ones(3)
-    picture = torch.where(visible[..., None], colours, white)
+    picture = torch.where(visible.unsqueeze(-1), colours, white)
     axes.imshow(picture.numpy(), aspect="equal", interpolation="nearest")
     # Lines and not a grid of minor ticks: matplotlib drops a minor tick that coincides with a major one.
     for key in range(1, num_keys):

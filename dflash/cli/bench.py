@@ -166,10 +166,12 @@ def show(result: dict[str, Any]) -> None:
     rows = result["summary"]
     for task in dict.fromkeys(row["task"] for row in rows):
         of_task = [row for row in rows if row["task"] == task]
-        show_table(table_of(of_task, TIMED, short=True), f"{task}, {counted(of_task[0]['prompts'], 'prompt')}")
-        if "profiled_prompts" in of_task[0]:
-            prompts = counted(of_task[0]["profiled_prompts"], "prompt")
-            title = f"A step, profiled on {prompts} (slower than unprofiled)"
+        first = of_task[0]
+        prompts = counted(first["prompts"], "prompt")
+        show_table(table_of(of_task, TIMED, short=True), f"{task}, {prompts}")
+        if "profiled_prompts" in first:
+            profiled = counted(first["profiled_prompts"], "prompt")
+            title = f"A step, profiled on {profiled} (slower than unprofiled)"
             show_table(table_of(of_task, PROFILED, short=True), title)
-    repeats = result["decoding"]["repeats"]
-    show_facts(result, f"medians of {repeats} interleaved repeats")
+    repeats = counted(result["decoding"]["repeats"], "interleaved repeat")
+    show_facts(result, f"medians of {repeats}")

@@ -99,8 +99,10 @@ def _show(result: dict[str, Any]) -> None:
     for sentence in result["observations"]:
         console.print(Text.assemble(("! ", "yellow"), sentence))
     for number, advice in enumerate(result["advice"], start=1):
-        gain = f"{number}. {advice['change']}: tau {advice['tau_before']:.2f} → {advice['tau']:.2f}"
-        console.print(Text.assemble((gain, "bold green"), f"  ({advice['reason']})"))
+        before = f"{advice['tau_before']:.2f}"
+        after = f"{advice['tau']:.2f}"
+        change = f"{number}. {advice['change']}: tau {before} → {after}"
+        console.print(Text.assemble((change, "bold green"), f"  ({advice['reason']})"))
     if not result["advice"]:
         console.print("Nothing tried does better.", style="bold")
 

@@ -264,7 +264,8 @@ def _print_part(columns: "Sequence[_Column]", title: str | None) -> None:
     for row in zip(*cells, strict=True):
         table.add_row(*row)
     width = max(_width(columns), len(title or ""))
-    Console(width=width, highlight=False, markup=False).print(table)
+    console = Console(width=width, highlight=False, markup=False)
+    console.print(table)
 
 
 @dataclass(frozen=True)
@@ -280,13 +281,18 @@ class _Column:
     def of(cls, heading: str, cells: list[str]) -> "_Column":
         """The column of these cells, whose heading is broken to the width of its cells and its own words."""
         words = re.split(r"[ -]", heading)
-        width = max(map(len, [*cells, *words]))
+        width = _longest(cells + words)
         hyphens = heading.count("-")
-        heading = textwrap.fill(heading, width + hyphens, break_long_words=False)
-        lines = heading.splitlines()
-        longest = max(map(len, [*cells, *lines]), default=0)
+        broken = textwrap.fill(heading, width + hyphens, break_long_words=False)
+        lines = broken.splitlines()
+        longest = _longest(cells + lines)
         is_figure = any(cell[:1].isdigit() for cell in cells)
-        return cls(heading, cells, is_figure, longest + 1)
+        return cls(broken, cells, is_figure, longest + 1)
+
+
+def _longest(words: Sequence[str]) -> int:
+    """Letters of the longest one."""
+    return max(map(len, words), default=0)
 
 
 def _width(columns: Sequence[_Column]) -> int:

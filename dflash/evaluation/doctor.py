@@ -374,8 +374,9 @@ def _name(dtype: torch.dtype) -> str:
 
 def _copy(drafter: Any, fields: Mapping[str, Any]) -> Any:
     """Modules and a config of their own, with other fields; the tensors are the drafter's."""
-    tensors = [*drafter.parameters(), *drafter.buffers()]
-    shared = {id(tensor): tensor for tensor in tensors}
+    shared = {}
+    for tensor in [*drafter.parameters(), *drafter.buffers()]:
+        shared[id(tensor)] = tensor
     changed = copy.deepcopy(drafter, shared)
     for name, value in fields.items():
         setattr(changed.config, name, value)

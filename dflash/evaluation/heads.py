@@ -115,10 +115,12 @@ class _Trial:
     def block(self, num_sequences: int, num_positions: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Random hidden states [B, R, D], their logits [B, R, V] and anchors [B, 1]."""
         generator = torch.Generator().manual_seed(num_positions)
-        hidden_states = torch.randn(num_sequences, num_positions, SHAPE["hidden_size"], generator=generator)
+        shape = num_sequences, num_positions, SHAPE["hidden_size"]
+        hidden_states = torch.randn(shape, generator=generator)
         anchors = torch.randint(LARGE_VOCABULARY, (num_sequences, 1), generator=generator)
+        output_embeddings = self.target.get_output_embeddings()
         with torch.no_grad():  # what is checked begins after them
-            logits = self.drafter.compute_logits(hidden_states, self.target.get_output_embeddings())
+            logits = self.drafter.compute_logits(hidden_states, output_embeddings)
         return hidden_states, logits, anchors
 
 
@@ -158,15 +160,21 @@ def _scores_along(
     before: torch.Tensor,
 ) -> Iterator[torch.Tensor]:
     """Scores [B, K] of the candidates of each position after the tokens `before` [B, R], as trees and training compute them."""
-    num_sequences, num_positions, _ = hidden_states.shape
-    features = head.features(hidden_states)
+    num_sequences = len(before)
+    of_positions = zip(
+        before.unbind(dim=1),
+        head.features(hidden_states).unbind(dim=1),
+        top_logits.unbind(dim=1),
+        top_ids.unbind(dim=1),
+        strict=True,
+    )
     state = hidden_states.new_zeros(num_sequences, head.state_size)
-    for position in range(num_positions):
-        inputs = head.inputs(before[:, position])
+    for position, (token_ids, features, logits, candidates) in enumerate(of_positions):
+        inputs = head.inputs(token_ids)
         state = head.read(inputs, state)
         positions = torch.full((num_sequences,), position)
-        rows = head.rows(top_ids[:, position], positions)
-        yield head.scores(features[:, position], top_logits[:, position], rows, state)
+        rows = head.rows(candidates, positions)
+        yield head.scores(features, logits, rows, state)
 
 
 @torch.no_grad()
@@ -293,12 +301,12 @@ def _gradients(trial: _Trial) -> Iterator[str]:
     confidences = head.confidences(hidden_states, before)
     if confidences is not None:
         loss = loss + torch.nn.functional.softplus(confidences).sum()
-    weights = _weights(trial.drafter)
-    gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-    for name, gradient in zip(weights, gradients, strict=True):
-        if gradient is None or not bool(gradient.any()):
+    loss.backward()
+    for name, weight in _weights(trial.drafter).items():
+        gradient = weight.grad
+        if gradient is None or not gradient.any():
             yield f"gradients: {name} gets none, so it learns nothing."
-        elif not bool(gradient.isfinite().all()):
+        elif not gradient.isfinite().all():
             yield f"gradients: that of {name} is not finite."
 
 

@@ -162,15 +162,15 @@ def _speed(chosen: Sequence[Measurement], plain: Sequence[Measurement]) -> Row:
     steps = forwards - prompts
     return {
         "tokens": tokens,
-        "tokens_per_second": _ratio(tokens, seconds),
-        "speedup": _ratio(sum(plain_medians), seconds),
+        "tokens_per_second": ratio(tokens, seconds),
+        "speedup": ratio(sum(plain_medians), seconds),
         "speedup_p10": rounded(ratios[tenth]),
         "speedup_p90": rounded(ratios[-1 - tenth]),
-        "speedup_by_repeat": list(map(_ratio, _totals(plain), _totals(chosen))),
-        "tokens_per_step": _ratio(tokens - prompts, steps),
-        "ms_per_step": _ratio(ms_after_first, steps),
-        "ms_per_output_token": _ratio(ms_after_first, tokens - prompts),
-        "ms_to_first_token": _ratio(1e3 * to_first, prompts),
+        "speedup_by_repeat": list(map(ratio, _totals(plain), _totals(chosen))),
+        "tokens_per_step": ratio(tokens - prompts, steps),
+        "ms_per_step": ratio(ms_after_first, steps),
+        "ms_per_output_token": ratio(ms_after_first, tokens - prompts),
+        "ms_to_first_token": ratio(1e3 * to_first, prompts),
     }
 
 
@@ -189,7 +189,7 @@ def _acceptance(chosen: Sequence[Measurement]) -> Row:
     longest = max(counts, default=0)
     return {
         "tau_micro": rounded(tau(list(chain(*drafted)))),
-        "tau_macro": _ratio(sum(taus), len(taus)),
+        "tau_macro": ratio(sum(taus), len(taus)),
         "acceptance_histogram": [counts[length + 1] for length in range(longest)] or None,
     }
 
@@ -203,12 +203,13 @@ def _profiled(profiles: Sequence[Profile]) -> Row:
     for name in ("ms_draft", "ms_verify", "ms_rest", "host_syncs"):
         total = sum(getattr(p, name) * p.num_steps for p in profiles)
         unit = "_per_step" if name == "host_syncs" else ""
-        row[f"profiled_{name}{unit}"] = _ratio(total, steps)
+        row[f"profiled_{name}{unit}"] = ratio(total, steps)
     row["profiled_memory_bytes"] = max(p.memory_bytes for p in profiles)
     return row
 
 
-def _ratio(part: float, whole: float) -> float | None:
+def ratio(part: float, whole: float) -> float | None:
+    """A part of a whole, to four decimals; `None` of nothing."""
     return rounded(part / whole) if whole else None
 
 

@@ -23,23 +23,21 @@ Facts = dict[str, str | None]
 
 RUN = "training.json"  # what `dflash train` writes into a checkpoint
 LONGEST_TEMPLATE = 40  # letters of a chat template that is written out
-# Facts that stand in a line without their name; the others follow it.
-UNNAMED = ("pair", "hardware", "versions", "run", "simulated", "training", "targets")
-# The facts of that line, in its order.
-STATED = (
-    "pair",
-    "hardware",
-    "dtype",
-    "attention",
-    "versions",
-    "run",
-    "simulated",
-    "training",
-    "targets",
-    "thinking",
-    "temperature",
-    "chat template",
-)
+# The facts that stand in one line, in its order, and the words before each.
+STATED = {
+    "pair": "",
+    "hardware": "",
+    "dtype": "dtype ",
+    "attention": "attention ",
+    "versions": "",
+    "run": "",
+    "simulated": "",
+    "training": "",
+    "targets": "",
+    "thinking": "thinking ",
+    "temperature": "temperature ",
+    "chat template": "chat template ",
+}
 VERSIONED = ("dflash", "torch", "transformers", "vllm", "sglang", "python")
 
 # By kind, the fields that identify a row; rows of other kinds have any shape.
@@ -241,11 +239,11 @@ def setup(result: dict[str, Any]) -> Facts:
 def stated(facts: Facts) -> str:
     """What `setup` gives in one line, without the command, and what is not recorded; a long chat template is shortened."""
     parts = []
-    for name in STATED:
+    for name, words in STATED.items():
         fact = facts.get(name)
         if fact:
-            fact = template_name(fact) if name == "chat template" else fact
-            parts.append(fact if name in UNNAMED else f"{name} {fact}")
+            shown = template_name(fact) if name == "chat template" else fact
+            parts.append(words + shown)
     missing = [name for name in STATED if name in facts and not facts[name]]
     if missing:
         parts.append(f"not recorded: {', '.join(missing)}")

@@ -11,7 +11,7 @@ from dflash.common.messages import first_line
 from dflash.common.plain_text import check_text
 
 from .backends import Begin
-from .measurements import Measurement, measured, rounded, summarise, take_turns
+from .measurements import Measurement, measured, ratio, summarise, take_turns
 from .memory import PeakMemory
 from .methods import Method
 from .results import Row, grouped
@@ -167,7 +167,7 @@ def summarise_answers(answers: Sequence[TaskAnswer]) -> list[Row]:
         chosen = groups[row["task"], row["method"]]
         scores = [answer.score for answer in chosen if answer.score is not None]
         peaks = [answer.peak_memory_bytes for answer in chosen if answer.peak_memory_bytes is not None]
-        row["score"] = rounded(sum(scores) / len(scores)) if scores else None
+        row["score"] = ratio(sum(scores), len(scores))
         row["scored"] = len(scores)
         row["peak_memory_bytes"] = max(peaks, default=None)
     return rows

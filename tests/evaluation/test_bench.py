@@ -368,7 +368,7 @@ def test_peak_memory_is_what_stands_at_once():
 # From a pair and prompts to a file
 
 
-def test_a_result_holds_what_its_readers_need(pair, tmp_path):
+def test_a_result_holds_what_its_readers_need(pair, tmp_path, monkeypatch):
     target, drafter, prompt_ids = pair
     methods = [OURS, "dflash drafting nothing"]
     result = run_bench(
@@ -390,6 +390,7 @@ def test_a_result_holds_what_its_readers_need(pair, tmp_path):
     assert len(read["measurements"][0]["seconds"]) == 2
 
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr("dflash.evaluation.canvas.DPI", 80)
     names = {plot.name for plot in save_plots(result, path)}
     assert names == {f"result_{name}.png" for name in ("speedup", "acceptance", "lengths", "step_time")}
     assert all((tmp_path / name).stat().st_size > 5_000 for name in names)
@@ -404,29 +405,23 @@ def test_a_command_is_recorded_without_the_machines_paths(monkeypatch):
     assert command() == "dflash eval --output=r.json --tasks a,b"
 
 
-def test_bench_on_the_command_line(tmp_path):
+def test_bench_on_the_command_line_says_in_a_log_how_far_it_is(tmp_path, monkeypatch):
+    """Promise: each of its parts counts what it has done, the runs before the measurement too, which once took minutes in silence."""
+    monkeypatch.setattr("dflash.cli.terminal.LINE_SECONDS", 0)
     prompts, output = tmp_path / "mine.txt", tmp_path / "out.json"
-    prompts.write_text('Ann has 3 apples.\n\n{"question": "Tom has 2 pens."}\nnever read\n')
-    options = ["--limit", "2", "--max-new-tokens", "6", "--repeats", "1", "--profiled", "1", "--methods", "dflash"]
+    prompts.write_text('Ann has 3 apples.\n\n{"question": "Tom has 2 pens and a very long desk."}\nOne.\nnever read\n')
+    options = ["--limit", "3", "--max-new-tokens", "6", "--repeats", "1", "--profiled", "1", "--methods", "dflash"]
     options += ["--prompts", str(prompts), "--output", str(output)]
     outcome = CliRunner().invoke(cli.app, ["bench", *options])
     assert outcome.exit_code == 0, outcome.output
-    assert "2 of 2" in outcome.output
-    assert "verify" in outcome.output
+    assert "3 of 3" in outcome.stdout
+    assert "verify" in outcome.stdout
+    facts = "float32, 1 thread, block size 16, greedy, batch 1, medians of 1 interleaved repeat, thinking off, at most 6 "
+    assert facts in " ".join(outcome.stdout.split())
     summary = json.loads(output.read_text())["summary"]
     assert [(row["task"], row["method"], row["identical"]) for row in summary] == [
-        ("mine", m, 2) for m in (PLAIN, OURS)
+        ("mine", m, 3) for m in (PLAIN, OURS)
     ]
-
-
-def test_bench_says_in_a_log_how_far_it_is(tmp_path, monkeypatch):
-    """Promise: each of its parts counts what it has done, the runs before the measurement too, which once took minutes in silence."""
-    monkeypatch.setattr("dflash.cli.terminal.LINE_SECONDS", 0)
-    prompts = tmp_path / "mine.txt"
-    prompts.write_text("Ann has 3 apples.\nTom has 2 pens and a very long desk.\nOne.\n")
-    options = ["--max-new-tokens", "4", "--repeats", "1", "--profiled", "1", "--methods", "dflash"]
-    outcome = CliRunner().invoke(cli.app, ["bench", *options, "--prompts", str(prompts)])
-    assert outcome.exit_code == 0, outcome.output
     lines = [line for line in outcome.stderr.splitlines() if " of " in line]
     warmed = [f"{done} of 6: Warming up" for done in range(1, 7)]  # two methods, three prompts
     decoded = [f"{done} of 3: Decoding" for done in range(1, 4)]

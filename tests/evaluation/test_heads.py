@@ -134,7 +134,11 @@ class Broken(NewHead):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_broken_heads_fault_is_named(head: type[CausalHead], said: list[str]) -> None:
+def test_a_broken_heads_fault_is_named(
+    head: type[CausalHead], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if head is not Unnormalised:  # the only fault that sampled texts show
+        monkeypatch.setattr("dflash.evaluation.heads.NUM_TEXTS", 100)
     faults = check_head(head, memory_size=4).faults
     for sentence in said:
         assert any(sentence in fault for fault in faults), faults
