@@ -408,6 +408,7 @@ def test_a_command_is_recorded_without_the_machines_paths(monkeypatch):
 def test_bench_on_the_command_line_says_in_a_log_how_far_it_is(tmp_path, monkeypatch):
     """Promise: each of its parts counts what it has done, the runs before the measurement too, which once took minutes in silence."""
     monkeypatch.setattr("dflash.cli.terminal.LINE_SECONDS", 0)
+    monkeypatch.setattr("dflash.evaluation.canvas.DPI", 80)
     prompts, output = tmp_path / "mine.txt", tmp_path / "out.json"
     prompts.write_text('Ann has 3 apples.\n\n{"question": "Tom has 2 pens and a very long desk."}\nOne.\nnever read\n')
     options = ["--limit", "3", "--max-new-tokens", "6", "--repeats", "1", "--profiled", "1", "--methods", "dflash"]
@@ -416,7 +417,9 @@ def test_bench_on_the_command_line_says_in_a_log_how_far_it_is(tmp_path, monkeyp
     assert outcome.exit_code == 0, outcome.output
     assert "3 of 3" in outcome.stdout
     assert "verify" in outcome.stdout
-    facts = "float32, 1 thread, block size 16, greedy, batch 1, medians of 1 interleaved repeat, thinking off, at most 6 "
+    facts = (
+        "float32, 1 thread, block size 16, greedy, batch 1, medians of 1 interleaved repeat, thinking off, at most 6 "
+    )
     assert facts in " ".join(outcome.stdout.split())
     summary = json.loads(output.read_text())["summary"]
     assert [(row["task"], row["method"], row["identical"]) for row in summary] == [
