@@ -14,7 +14,7 @@ from dflash.common.version import __version__
 
 from .arguments import AsJson, Drafter, ModelOptions, Target, TemplateOptions, argument, decoding_option, option
 from .demo import show_comparison, warm_up
-from .loading import Pair, checked_prompt, encode, load_pair, say_once, standard_input
+from .loading import Pair, checked_prompt, dtype_name, encode, load_pair, say_once, standard_input
 from .terminal import BlockPrinter, number
 from .tracing import TraceFile, check_trace_file, recording
 
@@ -126,7 +126,7 @@ def _report(run: Any, pair: Pair) -> dict[str, Any]:
         "seconds": run.seconds,
         "seconds_to_first_token": run.seconds_to_first_token,
         "block_size": pair.drafter.config.block_size,
-        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(pair),
         "device": str(pair.target.device),
         "versions": {**versions(), "dflash-transformers": __version__},
     }

@@ -309,3 +309,8 @@ def numbers(text: str, option: str, least: int = 0) -> list[int]:
             raise ValueError(f"{option} {text} is no list of numbers from {least} on: write them as 1,4,16.")
         values.append(int(digits))
     return values
+
+
+def dtype_name(pair: Pair) -> str:
+    """The target's dtype without `torch.`."""
+    return str(pair.target.dtype).removeprefix("torch.")

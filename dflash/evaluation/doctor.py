@@ -28,6 +28,7 @@ from dflash.model.generation_dflash import generate_blocks
 
 from .measurements import rounded
 from .methods import EAGER
+from .results import grouped
 from .task_answers import chat_encoder
 from .timing import tau
 
@@ -82,14 +83,9 @@ class Trial:
     error: str = ""  # why it could not be measured
 
     @property
-    def tau(self) -> float:
-        """Mean acceptance length; NaN without a step."""
-        return tau([step.num_accepted + 1 for step in self.steps])
-
-    @property
     def worth(self) -> float:
         """tau; 1 where no step was measured, which is plain decoding's value."""
-        return self.tau if self.steps else 1.0
+        return worth_of(self.steps)
 
     def accepted_at(self) -> list[float | None]:
         """For position 1, 2, …: the share of proposals there that were accepted."""
@@ -104,24 +100,16 @@ class Trial:
             shares.append(rounded(share))
         return shares
 
-    def part(self, chosen: Callable[[Step], bool]) -> Trial:
-        """The trial with the chosen steps alone."""
-        return replace(self, steps=tuple(filter(chosen, self.steps)))
-
-    def of_prompt(self, prompt: int) -> Trial:
-        """The trial with the steps of one prompt."""
-        return self.part(lambda step: step.prompt == prompt)
-
     def helps(self, before: Trial) -> bool:
         """Whether more is accepted than in `before`, by more than chance and rounding explain."""
         if self.worth < LEAST_GAIN * before.worth:
             return False
-        steps = before.steps + self.steps
-        prompts = {step.prompt for step in steps}
+        old = grouped(before.steps, lambda step: step.prompt)
+        new = grouped(self.steps, lambda step: step.prompt)
+        prompts = old.keys() | new.keys()
         num_better = 0
         for prompt in prompts:
-            old = before.of_prompt(prompt)
-            num_better += self.of_prompt(prompt).worth > old.worth
+            num_better += worth_of(new.get(prompt, [])) > worth_of(old.get(prompt, []))
         return num_better >= SHARE_OF_PROMPTS * len(prompts)
 
     def row(self, after: Sequence[str] = ()) -> dict[str, Any]:
@@ -129,13 +117,23 @@ class Trial:
         row = {
             "change": self.change,
             "after": list(after),
-            "tau": rounded(self.tau),
+            "tau": rounded(tau_of(self.steps)),
             "steps": len(self.steps),
             "accepted_at": self.accepted_at(),
         }
         if not self.steps:
             row["error"] = self.error or "the texts end before a draft"
         return row
+
+
+def tau_of(steps: Sequence[Step]) -> float:
+    """Mean acceptance length; NaN without a step."""
+    return tau([step.num_accepted + 1 for step in steps])
+
+
+def worth_of(steps: Sequence[Step]) -> float:
+    """tau; 1 without a step, which is plain decoding's value."""
+    return tau_of(steps) if steps else 1.0
 
 
 # Shows a bar over the trials of a round.
@@ -235,7 +233,7 @@ def _advice(kept: Sequence[Trial]) -> list[dict[str, Any]]:
     """The changes that are kept, with what each gains."""
     advice = []
     for before, trial in pairwise(kept):
-        gain = {"tau_before": rounded(before.worth), "tau": rounded(trial.tau)}
+        gain = {"tau_before": rounded(before.worth), "tau": rounded(trial.worth)}
         advice.append({"change": trial.change, "reason": trial.reason, **gain})
     return advice
 
@@ -428,14 +426,14 @@ def _of_lengths(first: Trial, card: Card) -> Iterator[str]:
     settings = card.facts.get("settings") or {}
     config: Any = first.setup.drafter.config
     limit = settings.get("max_length") or config.max_position_embeddings
-    within = first.part(lambda step: step.position < limit)
-    beyond = first.part(lambda step: step.position >= limit)
-    if not beyond.steps or within.tau < LEAST_GAIN * beyond.tau:
+    within = [step for step in first.steps if step.position < limit]
+    beyond = [step for step in first.steps if step.position >= limit]
+    if not beyond or tau_of(within) < LEAST_GAIN * tau_of(beyond):
         return
     before = ""
-    if within.steps:
-        before = f"{within.tau:.2f} before and "
+    if within:
+        before = f"{tau_of(within):.2f} before and "
     yield (
-        f"The drafter was trained on up to {limit:,} tokens: tau is {before}{beyond.tau:.2f} beyond. Give shorter texts, "
+        f"The drafter was trained on up to {limit:,} tokens: tau is {before}{tau_of(beyond):.2f} beyond. Give shorter texts, "
         f"{TRAIN_ON} and --max-length."
     )

@@ -515,7 +515,7 @@ def test_prompts_of_ones_own_are_compared_and_shown_under_their_files_name(
         "with_answers": 0,
     }
 
-    monkeypatch.setattr(canvas, "DPI", 20)
+    monkeypatch.setattr(canvas, "png", lambda figure: b"")
     page = tmp_path / "page.md"
     page.write_text("<!-- r:begin -->\n<!-- r:end -->\n")
     assert dflash_command("report", output, "--pages", page, "--output", tmp_path / "report")[0] == 0
