@@ -162,10 +162,7 @@ def draw_visibility(axes: Any, visible: torch.Tensor, block_size: int, labels: S
     """
     num_positions, num_keys = visible.shape
     context = num_keys - num_positions
-    of_columns = [_rgb(BLUE)] * context + [_rgb(GREEN)] * num_positions
-    colours = torch.tensor(of_columns)
-    white = torch.ones(3)
-    picture = torch.where(visible.unsqueeze(-1), colours, white)
+    picture = _picture(visible, context)
     axes.imshow(picture.numpy(), aspect="equal", interpolation="nearest")
     # Lines and not a grid of minor ticks: matplotlib drops a minor tick that coincides with a major one.
     for key in range(1, num_keys):
@@ -180,6 +177,15 @@ def draw_visibility(axes: Any, visible: torch.Tensor, block_size: int, labels: S
     axes.set_xticks([middle_of_context, middle_of_blocks], ["context features", "the blocks' own keys"])
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(length=0)
+
+
+def _picture(visible: torch.Tensor, context: int) -> torch.Tensor:
+    """Colours [positions, keys, 3] of a mask: the context's keys blue, the positions' own green, what is not seen white."""
+    num_positions, _ = visible.shape
+    of_keys = [_rgb(BLUE)] * context + [_rgb(GREEN)] * num_positions
+    seen = torch.tensor(of_keys)
+    white = torch.ones(3)
+    return torch.where(visible.unsqueeze(-1), seen, white)
 
 
 def draw_acceptance(axes: Any, lengths: Sequence[int], block_size: int) -> None:

@@ -1,6 +1,5 @@
 """`dflash bench`: how fast each way of decoding is with a pair, on the same prompts, in one run."""
 
-import json
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from .loading import (
     load_pair,
     read_prompt_files,
 )
-from .terminal import counting_bar, show_facts, show_table
+from .terminal import counting_bar, print_result, show_facts, show_table
 
 
 @dataclass
@@ -104,10 +103,7 @@ def bench(
         }
         plan = BenchPlan(measured.max_new_tokens, measured.repeats, methods, measured.profiled)
         figures = run_bench(pair.target, pair.drafter, encoded, plan, facts, bar)
-        if result.as_json:
-            print(json.dumps({name: value for name, value in figures.items() if name not in RAW}))
-        else:
-            show(figures)
+        print_result(figures, result.as_json, show)
         if output is not None:
             write_result(output, figures)
     if output is not None:
@@ -149,8 +145,6 @@ PROFILED = (
     "method", "profiled_ms_draft", "profiled_ms_verify", "profiled_ms_rest", "profiled_host_syncs_per_step",
     "profiled_memory_bytes",
 )  # fmt: skip
-# Fields of a result that hold one entry per prompt.
-RAW = ("measurements", "profiles")
 
 
 def bar(items: Iterable[Any], what: str) -> Iterable[Any]:

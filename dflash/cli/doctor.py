@@ -1,6 +1,5 @@
 """`dflash doctor`: why a pair accepts little, and what to change."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ from .arguments import (
     prompt_option,
 )
 from .bench import bar
+from .terminal import print_result
 
 
 def doctor(
@@ -67,10 +67,7 @@ def doctor(
         {"target": public_name(target), "drafter": public_name(drafter)},
         lambda trials: bar(trials, "Trying"),
     )
-    if result.as_json:
-        print(json.dumps(findings))
-    else:
-        _show(findings)
+    print_result(findings, result.as_json, _show)
     if result.output is not None:
         write_result(result.output, findings)
 

@@ -1,6 +1,5 @@
 """`dflash eval`: the paper's tasks or one's own prompts with any pair, plain decoding beside DFlash, answers scored."""
 
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from .arguments import (
     result_option,
     server_option,
 )
-from .terminal import counting_bar, show_facts, show_table
+from .terminal import counting_bar, print_result, show_facts, show_table
 from .tracing import TraceFile, check_trace_file, recording
 
 
@@ -308,12 +307,7 @@ SHOWN = (
 
 def _report(result: dict[str, Any], files: EvalFiles) -> None:
     """Prints the result, and where its files are."""
-    if files.as_json:
-        figures = dict(result)
-        del figures["measurements"]
-        print(json.dumps(figures))
-    else:
-        _show(result)
+    print_result(result, files.as_json, _show)
     if files.output is not None:
         answers = files.output.with_suffix(".jsonl")
         print(f"{files.output} holds the figures, {answers} the answers.", file=sys.stderr)

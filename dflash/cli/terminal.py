@@ -1,5 +1,6 @@
 """Terminal output: progress bars, text with its accepted drafts marked, and the table of a comparison."""
 
+import json
 import math
 import os
 import re
@@ -24,7 +25,6 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from dflash.common.acceptance import tau
 from dflash.common.stopwatch import LINE_SECONDS, stopwatch
 
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # for annotations alone: importing these takes seconds
 
 
 ACCEPTED_STYLE, OWN_STYLE = "green underline", "bold magenta"
+OF_PROMPTS = ("measurements", "profiles")  # fields of a result that hold an entry for each prompt
 
 
 @contextmanager
@@ -185,34 +186,36 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
     return table
 
 
-def number(value: float) -> str:
+def number(value: float | None) -> str:
     """Two decimals, or a dash where there was nothing to count."""
-    return "-" if math.isnan(value) else f"{value:.2f}"
+    return "-" if value is None or math.isnan(value) else f"{value:.2f}"
 
 
 def _figures(rows: Sequence[Comparison]) -> list[str]:
     """Tokens, tokens/s of both, speed-up, tau and tokens per step, over `rows` together."""
-    plain = _speed([row.plain for row in rows])
-    fast = _speed([row.fast for row in rows])
-    tokens = num_steps = 0
-    lengths: list[int] = []  # without looked-up tokens, as in the paper
-    for row in rows:
-        tokens += len(row.fast.token_ids)
-        num_steps += len(row.fast.acceptance_lengths)
-        lengths += row.fast.draft_lengths
+    from dflash.evaluation import OURS, PLAIN, measured, summarise
+
+    measurements = []
+    for index, row in enumerate(rows):
+        measurements += measured("", index, [{PLAIN: row.plain, OURS: row.fast}])
+    plain, fast = summarise(measurements)
     return [
-        str(tokens),
-        f"{plain:.0f}",
-        f"{fast:.0f}",
-        f"{fast / plain:.2f}x",
-        number(tau(sum(lengths), len(lengths))),
-        number((tokens - len(rows)) / num_steps if num_steps else math.nan),
+        str(fast["tokens"]),
+        f"{plain['tokens_per_second']:.0f}",
+        f"{fast['tokens_per_second']:.0f}",
+        f"{fast['speedup']:.2f}x",
+        number(fast["tau_micro"]),
+        number(fast["tokens_per_step"]),
     ]
 
 
-def _speed(runs: "Sequence[TimedRun]") -> float:
-    """Tokens a second."""
-    return sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs)
+def print_result(result: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
+    """Prints a result on standard output: as one JSON object without what it holds of each prompt, or by `show`."""
+    if not as_json:
+        show(result)
+        return
+    figures = {name: value for name, value in result.items() if name not in OF_PROMPTS}
+    print(json.dumps(figures))
 
 
 def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None, num_names: int = 0) -> None:

@@ -294,8 +294,8 @@ def changes(setup: Setup, target: PreTrainedModel, tokenizer: Any, dialogues: Se
         _other_rope(config, sizes),
     )
     for kind, change, reason, fields in variants:
-        changed = _copy(setup.drafter, fields)
-        yield Trial(kind, change, reason, replace(setup, drafter=changed))
+        changed = replace(setup, drafter=_copy(setup.drafter, fields))
+        yield Trial(kind, change, reason, changed)
     yield from _other_dtypes(setup, target.dtype)
 
 

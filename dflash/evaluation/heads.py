@@ -57,7 +57,7 @@ def check_head(head: type[CausalHead], **fields: Any) -> HeadReport:
     trial = _Trial(head, fields)
     faults: list[str] = []
     try:
-        for check in (_probabilities, _paths, _texts, _distribution, _files, _gradients, _cost):
+        for check in (_probabilities, _batches, _paths, _texts, _distribution, _files, _gradients, _cost):
             faults += check(trial)
     except Exception as error:  # of the head: which one is the researcher's to see
         name = check.__name__.strip("_")
@@ -178,15 +178,22 @@ def _scores_along(
 
 
 @torch.no_grad()
+def _batches(trial: _Trial) -> Iterator[str]:
+    """A text's scores are the same alone and in a batch."""
+    block = trial.block(3)
+    path = trial.head().choose_path(*block)
+    hidden_states, logits, anchors = (part[1:2] for part in block)
+    alone = trial.head().choose_path(hidden_states, logits, anchors)
+    if not torch.allclose(alone.scores[0], path.scores[1], atol=TOLERANCE):
+        yield "scores: those of a text differ alone and in a batch, so a sequence reads another one's."
+
+
+@torch.no_grad()
 def _paths(trial: _Trial) -> Iterator[str]:
-    """Scores follow from hidden states, logits and the tokens before alone: read again, in a batch and token by token."""
+    """Scores follow from hidden states, logits and the tokens before alone: read again, token by token."""
     head = trial.head()
     hidden_states, logits, anchors = trial.block(3)
     path = head.choose_path(hidden_states, logits, anchors)
-    second = slice(1, 2)
-    alone = head.choose_path(hidden_states[second], logits[second], anchors[second])
-    if not torch.allclose(alone.scores[0], path.scores[1], atol=TOLERANCE):
-        yield "scores: those of a text differ alone and in a batch, so a sequence reads another one's."
     before = torch.cat([anchors, path.token_ids[:, :-1]], dim=1)
     top_logits = logits.gather(-1, path.candidate_ids)
     again = _scores_along(head, hidden_states, top_logits, path.candidate_ids, before)
@@ -288,8 +295,8 @@ def _files(trial: _Trial) -> Iterator[str]:
         yield "files: a drafter that was saved and loaded gives other scores."
 
 
-def _gradients(trial: _Trial) -> Iterator[str]:
-    """Each weight learns from the choice after true tokens, or from the confidence."""
+def _loss(trial: _Trial) -> torch.Tensor:
+    """A loss of the choice after true tokens, and of the confidence where a head has one."""
     head = trial.head()
     hidden_states, logits, anchors = trial.block(3)
     top = logits.topk(head.top_k)
@@ -301,7 +308,12 @@ def _gradients(trial: _Trial) -> Iterator[str]:
     confidences = head.confidences(hidden_states, before)
     if confidences is not None:
         loss = loss + torch.nn.functional.softplus(confidences).sum()
-    loss.backward()
+    return loss
+
+
+def _gradients(trial: _Trial) -> Iterator[str]:
+    """Each weight learns from the choice after true tokens, or from the confidence."""
+    _loss(trial).backward()
     for name, weight in _weights(trial.drafter).items():
         gradient = weight.grad
         if gradient is None or not gradient.any():

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from .timing import TimedRun
 
 
 TEMPLATE_REMEDY = "correct it, or do without (--no-chat-template of the commands, chat_template=False in Python)"
+Number = TypeVar("Number", bound=int)
 # A dialogue of `{"role", "content"}` to ids [1, S].
 Encode = Callable[[list[dict[str, str]]], torch.Tensor]
 
@@ -165,12 +166,16 @@ def summarise_answers(answers: Sequence[TaskAnswer]) -> list[Row]:
     groups = grouped(answers, lambda answer: (answer.task, answer.method))
     for row in rows:
         chosen = groups[row["task"], row["method"]]
-        scores = [answer.score for answer in chosen if answer.score is not None]
-        peaks = [answer.peak_memory_bytes for answer in chosen if answer.peak_memory_bytes is not None]
+        scores = _known(answer.score for answer in chosen)
+        peaks = _known(answer.peak_memory_bytes for answer in chosen)
         row["score"] = ratio(sum(scores), len(scores))
         row["scored"] = len(scores)
         row["peak_memory_bytes"] = max(peaks, default=None)
     return rows
+
+
+def _known(values: Iterable[Number | None]) -> list[Number]:
+    return [value for value in values if value is not None]
 
 
 def numbered(answers: Iterable[TaskAnswer]) -> list[TaskAnswer]:
