@@ -48,6 +48,8 @@ def warm_up(pair: Pair, input_ids: Any) -> None:
 
 def show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_tokens: int) -> None:
     """Answers each prompt plainly, then with DFlash, both streamed; ends with the table."""
+    from dflash.common.provenance import environment
+
     console = Console(highlight=False)
     console.print(legend(console))
     rows = []
@@ -56,8 +58,6 @@ def show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_tok
         rows.append(_compare(console, pair, input_ids, max_new_tokens))
     console.print()
     console.print(comparison_table(rows))
-    from dflash.common.provenance import environment
-
     num_identical = sum(row.difference is None for row in rows)
     differing = [] if num_identical == len(rows) else [{"identical": num_identical}]
     facts = {

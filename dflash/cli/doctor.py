@@ -65,7 +65,7 @@ def doctor(
         max_new_tokens,
         card,
         {"target": public_name(target), "drafter": public_name(drafter)},
-        lambda trials: bar(trials, "Trying"),
+        bar,
     )
     print_result(findings, result.as_json, _show)
     if result.output is not None:

@@ -320,8 +320,9 @@ def _show(result: dict[str, Any]) -> None:
     rows = result["summary"]
     shown = table_of([*rows, *means_of_tasks(rows)], SHOWN, short=True)
     show_table(shown, "Everything counted, the prompt's forward too")
-    processes = result["environment"]["processes"]
-    show_facts(result, *([f"{processes} processes"] if processes > 1 else []))
+    num_processes = result["environment"]["processes"]
+    shared = [f"{num_processes} processes"] if num_processes > 1 else []
+    show_facts(result, *shared)
     for task in result["tasks"]:
         if task["too_long"]:
             left_out = f"{task['too_long']} of {counted(task['prompts'], 'prompt')} of {task['task']} are left out"

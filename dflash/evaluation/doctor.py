@@ -30,7 +30,7 @@ from .measurements import rounded
 from .methods import EAGER
 from .results import grouped
 from .task_answers import chat_encoder
-from .timing import tau
+from .timing import Progress, silent, tau
 
 
 # A change helps if tau rises by a twentieth over all prompts, and rises on two of three.
@@ -136,10 +136,6 @@ def worth_of(steps: Sequence[Step]) -> float:
     return tau_of(steps) if steps else 1.0
 
 
-# Shows a bar over the trials of a round.
-Progress = Callable[[list[Trial]], Iterable[Trial]]
-
-
 def run_doctor(
     target: PreTrainedModel,
     setup: Setup,
@@ -148,7 +144,7 @@ def run_doctor(
     max_new_tokens: int = 128,
     card: Card | None = None,
     decoding: dict[str, Any] | None = None,
-    progress: Progress = iter,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Measures a pair as it is and with one change at a time, and says in order what to change and what that gains.
 
@@ -217,7 +213,7 @@ def _search(
         after = [trial.change for trial in kept[1:]]
         num_steps = Counter(step.prompt for step in best.steps)
         helping = []
-        for trial in progress(todo):
+        for trial in progress(todo, "Trying"):
             most = {} if trial.kind in OF_PROMPTS else num_steps
             tried = measure(most, trial)
             rows.append(tried.row(after))

@@ -5,7 +5,7 @@ Machines are shared and noisy, so a speed is always a ratio of two methods that 
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import truediv
@@ -16,13 +16,11 @@ import torch
 from .methods import Method
 from .profiling import Profile
 from .results import Row, grouped
-from .timing import TimedRun, draft_lengths, tau
+from .timing import Progress, TimedRun, draft_lengths, silent, tau
 
 
 Methods = Mapping[str, Method]
 Runs = Mapping[str, TimedRun]
-# A method and the index of a prompt that it decodes before it is measured.
-Warming = tuple[Method, int]
 
 
 @dataclass(frozen=True)
@@ -59,23 +57,22 @@ def compare(
     methods: Methods,
     prompts: Sequence[Prompt],
     repeats: int = 3,
-    progress: Callable[[Iterable[Prompt]], Iterable[Prompt]] = iter,
-    warm_up: Callable[[Iterable[Warming]], Iterable[Warming]] = iter,
+    progress: Progress = silent,
 ) -> list[Measurement]:
     """Every method on every prompt, `repeats` times, in turns; texts are compared with those of the first method.
 
-    Each method decodes the first, the shortest and the longest prompt once before, unmeasured. `progress` and `warm_up`
-    show bars over the prompts and over these runs, in which models are compiled.
+    Each method decodes the first, the shortest and the longest prompt once before, unmeasured. `progress` shows bars over
+    these runs, in which models are compiled, and over the prompts.
     """
     lengths = [prompt.input_ids.shape[1] for prompt in prompts]
     shortest = lengths.index(min(lengths))
     longest = lengths.index(max(lengths))
     chosen = dict.fromkeys([0, shortest, longest])
     warmings = [(run, index) for run in methods.values() for index in chosen]
-    for run, index in warm_up(warmings):
+    for run, index in progress(warmings, "Warming up"):
         run(prompts[index].input_ids)
     measurements = []
-    for index, prompt in enumerate(progress(prompts)):
+    for index, prompt in enumerate(progress(prompts, "Decoding")):
         rounds = []
         for repeat in range(repeats):
             runs = take_turns(methods, prompt.input_ids, index + repeat)

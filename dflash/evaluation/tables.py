@@ -200,9 +200,9 @@ def caveat(rows: Sequence[Row], dtype: str | None = None) -> str:
             f"In {dtype} two tokens can be within rounding of each other, and a text may then go another way than "
             f"{PLAIN}'s: --dtype float32 shows that they are equal."
         )
-    of_methods = [row for row in rows if "method" in row]
-    lengths = grouped(of_methods, lambda row: row.get("task"))
-    if any(len({row.get("tokens") for row in of_task}) > 1 for of_task in lengths.values()):
+    lengths = {(row.get("task"), row.get("tokens")) for row in rows if "method" in row}
+    tasks = {task for task, _ in lengths}
+    if len(lengths) > len(tasks):
         sentences.append(
             "Texts that are not identical differ in length here: a speed-up is a ratio of seconds, not of tokens/s."
         )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -22,7 +22,6 @@ from .timing import TimedRun
 
 
 TEMPLATE_REMEDY = "correct it, or do without (--no-chat-template of the commands, chat_template=False in Python)"
-Number = TypeVar("Number", bound=int)
 # A dialogue of `{"role", "content"}` to ids [1, S].
 Encode = Callable[[list[dict[str, str]]], torch.Tensor]
 
@@ -174,7 +173,7 @@ def summarise_answers(answers: Sequence[TaskAnswer]) -> list[Row]:
     return rows
 
 
-def _known(values: Iterable[Number | None]) -> list[Number]:
+def _known(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if value is not None]
 
 
