@@ -1,5 +1,6 @@
 """The benchmark: what is counted, and that watching changes nothing. No test here asserts a time."""
 
+import json
 import os
 import re
 import sys
@@ -510,7 +511,10 @@ def test_bench_replaces_a_file_when_asked_to(tmp_path):
         cli.app, ["bench", *options, "--overwrite", "--json", "--output", str(tmp_path / "r.json")]
     )
     assert outcome.exit_code == 0, outcome.output
-    assert read_result(tmp_path / "r.json")["kind"] == "decode"
+    written = read_result(tmp_path / "r.json")
+    printed = json.loads(outcome.stdout)
+    assert written["kind"] == printed["kind"] == "decode"
+    assert set(written) - set(printed) == {"measurements", "profiles"}  # an entry for each prompt
 
 
 def test_bench_names_a_target_whose_logits_are_no_numbers():
