@@ -111,7 +111,7 @@ def main() -> None:
     methods: dict[str, Any] = {PLAIN: partial(timed_generate, target, max_new_tokens=NEW_TOKENS, do_sample=False)}
     for name, more in LOOKUPS.items():
         methods[name] = partial(timed_blocks, drafter, target, max_new_tokens=NEW_TOKENS, **SETTINGS, **more)
-    summary = summarise(compare(methods, prompts, args.repeats, lambda items: track(items, description="prompts")))
+    summary = summarise(compare(methods, prompts, args.repeats, lambda items, what: track(items, description=what)))
 
     noise = torch.Generator().manual_seed(0)
     never = (("Write.", torch.randint(100, 2000, (MOST_TOKENS,), generator=noise).tolist()) for _ in range(args.texts))

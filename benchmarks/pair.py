@@ -284,7 +284,7 @@ def trees(args: argparse.Namespace) -> None:
             methods[f"tree of {budget}" if budget else "chain"] = lambda ids, asked=asked: timed_blocks(
                 drafter, target, ids, generator=torch.Generator().manual_seed(0), **asked
             )
-        rows = summarise(compare(methods, prompts, args.repeats, lambda items: track(items, description="prompts")))
+        rows = summarise(compare(methods, prompts, args.repeats, lambda items, what: track(items, description=what)))
         keys = (
             "task",
             "method",
@@ -313,7 +313,7 @@ def drafter(args: argparse.Namespace) -> None:
     methods: dict[str, Any] = {PLAIN: partial(timed_generate, target, **length, do_sample=False)}
     for size in args.block_sizes:
         methods[f"dflash, block {size}"] = partial(timed_blocks, model, target, **length, block_size=size, **GREEDILY)
-    measurements = compare(methods, prompts, args.repeats, lambda items: track(items, description="prompts"))
+    measurements = compare(methods, prompts, args.repeats, lambda items, what: track(items, description=what))
     content = {
         "training": json.loads((args.drafter / "training.json").read_text(encoding="utf-8")),
         "summary": summarise(measurements),

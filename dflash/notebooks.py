@@ -56,7 +56,10 @@ def show_blocks(blocks: Iterable[Block], tokenizer: Any) -> Page:
     Example:
         >>> show_blocks(generate_blocks(drafter, target, input_ids, temperature=0.0), tokenizer)
     """
-    stream, spans, plain, lengths = TextStream(tokenizer), [], [], []
+    stream = TextStream(tokenizer)
+    spans: list[str] = []
+    plain: list[str] = []
+    lengths: list[int] = []
     for block in blocks:
         if block.sequence:
             continue
@@ -66,19 +69,21 @@ def show_blocks(blocks: Iterable[Block], tokenizer: Any) -> Page:
             title = f"step {len(lengths)}: {block.num_accepted} of {block.num_proposals} accepted"
         accepted = stream.push(block.token_ids[: block.num_accepted])
         own = stream.push(block.token_ids[block.num_accepted :])
-        spans += [_span(accepted, ACCEPTED_STYLE, title), _span(own, OWN_STYLE, title)]
-        plain += [f"[{accepted}]" if accepted else "", own]
+        if accepted:
+            spans.append(_span(accepted, ACCEPTED_STYLE, title))
+            plain.append(f"[{accepted}]")
+        if own:
+            spans.append(_span(own, OWN_STYLE, title))
+            plain.append(own)
     rest = stream.push([], is_last=True)  # half a character that nothing completed
     mean = number(tau(sum(lengths), len(lengths)))
-    legend = (
-        f"{_span('accepted drafts', ACCEPTED_STYLE)} {_span('the target’s own token', OWN_STYLE)} "
-        f"{len(lengths)} steps, tau {mean}"
-    )
-    body = "".join([*spans, _text(rest)])
-    return Page(
-        f'<div style="{TEXT_STYLE}">{body}<div style="font-size:smaller">{legend}</div></div>',
-        f"{''.join([*plain, rest])}\n{len(lengths)} steps, tau {mean}",
-    )
+    figures = f"{len(lengths)} steps, tau {mean}"
+    accepted_key = _span("accepted drafts", ACCEPTED_STYLE)
+    own_key = _span("the target’s own token", OWN_STYLE)
+    body = "".join(spans) + _text(rest)
+    legend = f'<div style="font-size:smaller">{accepted_key} {own_key} {figures}</div>'
+    text = "".join(plain) + rest
+    return Page(f'<div style="{TEXT_STYLE}">{body}{legend}</div>', f"{text}\n{figures}")
 
 
 def show_step(
@@ -89,20 +94,29 @@ def show_step(
     tokenizer: Any,
 ) -> Page:
     """One step as a table: the proposals after the anchor, and below them the target's choices for the same positions."""
-    drafted = [tokenizer.decode([i]) for i in proposals[0].tolist()]
-    chosen = [tokenizer.decode([anchor]), *(tokenizer.decode([i]) for i in choices[0].tolist())]
-    looks = [ACCEPTED_STYLE] * num_accepted + [REJECTED_STYLE] + [UNUSED_STYLE] * len(drafted)
-    kept = ["", *[ACCEPTED_STYLE] * num_accepted, OWN_STYLE] + [UNUSED_STYLE] * len(drafted)
-    rows = {
-        "position": [_cell(text, "") for text in ["anchor", *(f"+{i}" for i in range(1, len(chosen)))]],
-        "drafted": [_cell("", ""), *map(_cell, drafted, looks), _cell("", "")],
-        "target": [*map(_cell, chosen, kept)],
-    }
-    body = "".join(f"<tr><th>{name}</th>{''.join(cells)}</tr>" for name, cells in rows.items())
-    accepted = f"{num_accepted} of {proposals.shape[1]} accepted"
-    plain = [f"drafted {drafted}", f"target  {chosen[1:]}", f"{accepted}, then {chosen[num_accepted + 1]!r}"]
-    scroll = '<div style="overflow-x:auto">'
-    return Page(f"{scroll}<table>{body}</table><small>{accepted}</small></div>", "\n".join(plain))
+    drafted = [tokenizer.decode([token_id]) for token_id in proposals[0].tolist()]
+    chosen = [tokenizer.decode([token_id]) for token_id in choices[0].tolist()]
+    num_proposals = len(drafted)
+    positions = [_cell("anchor")]
+    drafts = [_cell("")]
+    targets = [_cell(tokenizer.decode([anchor]))]
+    for index, choice in enumerate(chosen):
+        draft_style = choice_style = UNUSED_STYLE
+        if index < num_accepted:
+            draft_style = choice_style = ACCEPTED_STYLE
+        elif index == num_accepted:
+            draft_style = REJECTED_STYLE
+            choice_style = OWN_STYLE
+        positions.append(_cell(f"+{index + 1}"))
+        drafts.append(_cell(drafted[index], draft_style) if index < num_proposals else _cell(""))
+        targets.append(_cell(choice, choice_style))
+    body = _row("position", positions) + _row("drafted", drafts) + _row("target", targets)
+    accepted = f"{num_accepted} of {num_proposals} accepted"
+    own = chosen[num_accepted]
+    return Page(
+        f'<div style="overflow-x:auto"><table>{body}</table><small>{accepted}</small></div>',
+        f"drafted {drafted}\ntarget  {chosen}\n{accepted}, then {own!r}",
+    )
 
 
 def draw_taps(axes: Any, config: DFlashConfig) -> None:
@@ -114,21 +128,27 @@ def draw_taps(axes: Any, config: DFlashConfig) -> None:
     depth = config.num_target_layers
     if depth is None:
         raise ValueError("num_target_layers=None: the drawing needs the target's depth, write it into the config.")
-    taps, layers = list(config.target_layer_ids or ()), config.num_hidden_layers
+    taps = config.target_layer_ids or []
     middle = (depth - 1) / 2
     for layer in range(depth):
-        _box(axes, 0, layer, f"layer {layer}", GREEN if layer in taps else GREY, height=0.8)
+        colour = GREEN if layer in taps else GREY
+        _box(axes, 0, layer, f"layer {layer}", colour, height=0.8)
     for layer in taps:
         _arrow(axes, (0.42, layer), (1.08, middle))
-    _box(axes, 1.5, middle, f"fc of {len(taps)} × {config.hidden_size},\nhidden_norm", BLUE, height=1.6)
-    step = depth / (layers + 1)
-    for index in range(layers):
-        height = step * (index + 1) - 0.5
-        _arrow(axes, (1.92, middle), (2.58, height))
-        _box(axes, 3, height, f"drafter {index}\nkeys, values", MAGENTA, height=min(1.6, 0.8 * step))
-    axes.set(xlim=(-0.5, 3.5), ylim=(-0.7, depth - 0.3), xticks=(0, 1.5, 3))
-    axes.set_xticklabels(["target", "context features", "drafter"])
-    _bare(axes)
+    projection = f"fc of {len(taps)} × {config.hidden_size},\nhidden_norm"
+    _box(axes, 1.5, middle, projection, BLUE, height=1.6)
+    step = depth / (config.num_hidden_layers + 1)
+    thickness = min(1.6, 0.8 * step)
+    for index in range(config.num_hidden_layers):
+        y = step * (index + 1) - 0.5
+        _arrow(axes, (1.92, middle), (2.58, y))
+        _box(axes, 3, y, f"drafter {index}\nkeys, values", MAGENTA, thickness)
+    axes.set_xlim(-0.5, 3.5)
+    axes.set_ylim(-0.7, depth - 0.3)
+    axes.set_xticks([0, 1.5, 3], ["target", "context features", "drafter"])
+    axes.set_yticks([])
+    axes.tick_params(length=0)
+    axes.set_frame_on(False)
 
 
 def draw_visibility(axes: Any, visible: torch.Tensor, block_size: int, labels: Sequence[str] = ()) -> None:
@@ -140,33 +160,47 @@ def draw_visibility(axes: Any, visible: torch.Tensor, block_size: int, labels: S
         block_size: Positions of a block, anchor included; lines separate the blocks.
         labels: Names of the positions.
     """
-    rows, keys = visible.shape
-    context = keys - rows
-    picture = torch.ones(rows, keys, 3)
-    picture[:, :context][visible[:, :context]] = torch.tensor(_rgb(BLUE))
-    picture[:, context:][visible[:, context:]] = torch.tensor(_rgb(GREEN))
+    num_positions, num_keys = visible.shape
+    context = num_keys - num_positions
+    picture = _picture(visible, context)
     axes.imshow(picture.numpy(), aspect="equal", interpolation="nearest")
     # Lines and not a grid of minor ticks: matplotlib drops a minor tick that coincides with a major one.
-    axes.vlines([i - 0.5 for i in range(1, keys)], -0.5, rows - 0.5, color="white", linewidth=0.7)
-    axes.hlines([i - 0.5 for i in range(1, rows)], -0.5, keys - 0.5, color="white", linewidth=0.7)
-    for start in range(0, rows + 1, block_size):
+    for key in range(1, num_keys):
+        axes.axvline(key - 0.5, color="white", linewidth=0.7)
+    for position in range(1, num_positions):
+        axes.axhline(position - 0.5, color="white", linewidth=0.7)
+    for start in range(0, num_positions + 1, block_size):
         axes.axhline(start - 0.5, color="black", linewidth=1)
         axes.axvline(context + start - 0.5, color="black", linewidth=1)
-    axes.set_xticks([(context - 1) / 2, context + (rows - 1) / 2], ["context features", "the blocks' own keys"])
+    middle_of_context = (context - 1) / 2
+    middle_of_blocks = context + (num_positions - 1) / 2
+    axes.set_xticks([middle_of_context, middle_of_blocks], ["context features", "the blocks' own keys"])
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(length=0)
 
 
+def _picture(visible: torch.Tensor, context: int) -> torch.Tensor:
+    """Colours [positions, keys, 3] of a mask: the context's keys blue, the positions' own green, what is not seen white."""
+    num_positions, _ = visible.shape
+    of_keys = [_rgb(BLUE)] * context + [_rgb(GREEN)] * num_positions
+    seen = torch.tensor(of_keys)
+    white = torch.ones(3)
+    return torch.where(visible.unsqueeze(-1), seen, white)
+
+
 def draw_acceptance(axes: Any, lengths: Sequence[int], block_size: int) -> None:
     """Draws one bar for each verify step: accepted drafts, with the target's own token on top. The mean is tau."""
-    steps = range(1, len(lengths) + 1)
+    num_steps = len(lengths)
+    steps = range(1, num_steps + 1)
     accepted = [length - 1 for length in lengths]
     axes.bar(steps, accepted, color=GREEN, label="accepted drafts")
-    axes.bar(steps, [1] * len(accepted), bottom=accepted, color=MAGENTA, label="the target's own token")
+    axes.bar(steps, [1] * num_steps, bottom=accepted, color=MAGENTA, label="the target's own token")
     if lengths:
-        mean = tau(sum(lengths), len(lengths))
+        mean = tau(sum(lengths), num_steps)
         axes.axhline(mean, color="black", linestyle="--", linewidth=1, label=f"tau {mean:.2f}")
-    axes.set(xlabel="verify step", ylabel="acceptance length", ylim=(0, block_size + 0.5))
+    axes.set_xlabel("verify step")
+    axes.set_ylabel("acceptance length")
+    axes.set_ylim(0, block_size + 0.5)
     axes.locator_params(integer=True)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=3, frameon=False)
 
@@ -177,12 +211,16 @@ def _text(text: str) -> str:
 
 
 def _span(text: str, style: str, title: str = "") -> str:
-    return f'<span style="{style}" title="{escape(title)}">{_text(text)}</span>' if text else ""
+    return f'<span style="{style}" title="{escape(title)}">{_text(text)}</span>'
 
 
-def _cell(text: str, style: str) -> str:
-    shown = escape(text.replace("\n", "↵")).replace(" ", "␣").replace("$", "<span>&#36;</span>")
-    return f'<td style="{CELL_STYLE};{style}">{shown}</td>'
+def _row(name: str, cells: Sequence[str]) -> str:
+    return f"<tr><th>{name}</th>{''.join(cells)}</tr>"
+
+
+def _cell(text: str, style: str = "") -> str:
+    visible = text.replace("\n", "↵").replace(" ", "␣")
+    return f'<td style="{CELL_STYLE};{style}">{_text(visible)}</td>'
 
 
 def _box(axes: Any, x: float, y: float, text: str, colour: str, height: float) -> None:
@@ -194,12 +232,5 @@ def _arrow(axes: Any, begin: tuple[float, float], end: tuple[float, float]) -> N
     axes.annotate("", xy=end, xytext=begin, arrowprops={"arrowstyle": "->", "color": "grey", "linewidth": 0.9})
 
 
-def _bare(axes: Any) -> None:
-    axes.set_yticks([])
-    axes.tick_params(length=0)
-    for side in ("left", "right", "top", "bottom"):
-        axes.spines[side].set_visible(False)
-
-
 def _rgb(colour: str) -> list[float]:
-    return [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return [part / 255 for part in bytes.fromhex(colour.removeprefix("#"))]

@@ -1,6 +1,5 @@
 """`dflash bench`: how fast each way of decoding is with a pair, on the same prompts, in one run."""
 
-import json
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from .loading import (
     load_pair,
     read_prompt_files,
 )
-from .terminal import counting_bar, show_facts, show_table
+from .terminal import counting_bar, print_result, show_facts, show_table
 
 
 @dataclass
@@ -104,10 +103,7 @@ def bench(
         }
         plan = BenchPlan(measured.max_new_tokens, measured.repeats, methods, measured.profiled)
         figures = run_bench(pair.target, pair.drafter, encoded, plan, facts, bar)
-        if result.as_json:
-            print(json.dumps({name: value for name, value in figures.items() if name not in RAW}))
-        else:
-            show(figures)
+        print_result(figures, result.as_json, show)
         if output is not None:
             write_result(output, figures)
     if output is not None:
@@ -149,8 +145,6 @@ PROFILED = (
     "method", "profiled_ms_draft", "profiled_ms_verify", "profiled_ms_rest", "profiled_host_syncs_per_step",
     "profiled_memory_bytes",
 )  # fmt: skip
-# Fields of a result that hold one entry per prompt.
-RAW = ("measurements", "profiles")
 
 
 def bar(items: Iterable[Any], what: str) -> Iterable[Any]:
@@ -161,24 +155,17 @@ def bar(items: Iterable[Any], what: str) -> Iterable[Any]:
 
 def show(result: dict[str, Any]) -> None:
     """The tables of the measurement and of the profile on standard output, and what their figures depend on."""
-    from dflash.evaluation import place_of, table_of
+    from dflash.evaluation import table_of
 
     rows = result["summary"]
-    setup = result["environment"]
-    decoding = result["decoding"]
     for task in dict.fromkeys(row["task"] for row in rows):
         of_task = [row for row in rows if row["task"] == task]
-        show_table(table_of(of_task, TIMED, short=True), f"{task}, {counted(of_task[0]['prompts'], 'prompt')}")
-        if "profiled_prompts" in of_task[0]:
-            prompts = counted(of_task[0]["profiled_prompts"], "prompt")
-            title = f"A step, profiled on {prompts} (slower than unprofiled)"
+        first = of_task[0]
+        prompts = counted(first["prompts"], "prompt")
+        show_table(table_of(of_task, TIMED, short=True), f"{task}, {prompts}")
+        if "profiled_prompts" in first:
+            profiled = counted(first["profiled_prompts"], "prompt")
+            title = f"A step, profiled on {profiled} (slower than unprofiled)"
             show_table(table_of(of_task, PROFILED, short=True), title)
-    facts = [
-        setup["target_dtype"],
-        place_of(setup),
-        f"block {setup['block_size']}",
-        "greedy, batch 1",
-        f"at most {decoding['max_new_tokens']} tokens",
-        f"medians of {decoding['repeats']} interleaved repeats",
-    ]
-    show_facts(facts, rows, setup["target_dtype"])
+    repeats = counted(result["decoding"]["repeats"], "interleaved repeat")
+    show_facts(result, f"medians of {repeats}")

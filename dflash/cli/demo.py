@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.text import Text
 
 from .arguments import DtypeName, option
-from .loading import Pair, checked_prompt, dtype_name, encode, hide_loading_bars
-from .terminal import BlockPrinter, Comparison, comparison_table, legend, progress_bar
+from .loading import Pair, checked_prompt, encode, hide_loading_bars
+from .terminal import BlockPrinter, Comparison, comparison_table, legend, progress_bar, show_facts
 
 
 def demo(
@@ -48,6 +48,8 @@ def warm_up(pair: Pair, input_ids: Any) -> None:
 
 def show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_tokens: int) -> None:
     """Answers each prompt plainly, then with DFlash, both streamed; ends with the table."""
+    from dflash.common.provenance import environment
+
     console = Console(highlight=False)
     console.print(legend(console))
     rows = []
@@ -57,7 +59,13 @@ def show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_tok
     console.print()
     console.print(comparison_table(rows))
     num_identical = sum(row.difference is None for row in rows)
-    console.print(Text(_facts(pair, num_identical, len(rows)), "dim"))
+    differing = [] if num_identical == len(rows) else [{"identical": num_identical}]
+    facts = {
+        "environment": environment(pair.target, pair.drafter),
+        "decoding": {"max_new_tokens": max_new_tokens},
+        "summary": differing,
+    }
+    show_facts(facts)
 
 
 def _compare(console: Console, pair: Pair, input_ids: Any, max_new_tokens: int) -> Comparison:
@@ -74,19 +82,3 @@ def _compare(console: Console, pair: Pair, input_ids: Any, max_new_tokens: int) 
     fast = timed_blocks(pair.drafter, pair.target, input_ids, printer.block, temperature=0.0, **longest)
     printer.end()
     return Comparison(plain, fast, first_difference(pair.target, input_ids, plain.token_ids, fast.token_ids))
-
-
-def _facts(pair: Pair, num_identical: int, num_prompts: int) -> str:
-    """What the figures depend on, and why texts may differ if some do."""
-    import torch
-
-    from dflash.evaluation import caveat, place_of
-
-    device = pair.target.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    place = place_of({"device": name, "threads": torch.get_num_threads()})
-    block_size = pair.drafter.config.block_size
-    facts = f"{dtype_name(pair)}, {place}, block size {block_size}, greedy, batch 1"
-    if num_identical == num_prompts:
-        return facts
-    return f"{facts}. {caveat([{'identical': num_identical}], dtype_name(pair))}".rstrip()

@@ -1,6 +1,5 @@
 """`dflash doctor`: why a pair accepts little, and what to change."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ from .arguments import (
     prompt_option,
 )
 from .bench import bar
+from .terminal import print_result
 
 
 def doctor(
@@ -65,12 +65,9 @@ def doctor(
         max_new_tokens,
         card,
         {"target": public_name(target), "drafter": public_name(drafter)},
-        lambda trials: bar(trials, "Trying"),
+        bar,
     )
-    if result.as_json:
-        print(json.dumps(findings))
-    else:
-        _show(findings)
+    print_result(findings, result.as_json, _show)
     if result.output is not None:
         write_result(result.output, findings)
 
@@ -89,18 +86,20 @@ def _show(result: dict[str, Any]) -> None:
         f"{'the' if decoding['chat_template'] else 'no'} chat template",
     ]
     pair = f"{decoding['target']} with {decoding['drafter']}"
-    console.print(Text.assemble((pair, "bold"), (f"  {', '.join(facts)}", "dim")))
+    line = ", ".join(facts)
+    console.print(Text.assemble((pair, "bold"), (f"  {line}", "dim")))
     console.print(_trials(result["summary"], setup["block_size"] - 1))
-    console.print(
-        Text("at N: of the steps that propose a token at position N of the block, those that keep it", "dim")
-    )
-    published = ", ".join(f"{stated['tau']:.2f} ({stated['measured_on']})" for stated in result["published"])
-    console.print(f"Published tau: {published or 'the card states none'}")
+    key = "at N: of the steps that propose a token at position N of the block, those that keep it"
+    console.print(Text(key, "dim"))
+    stated = [f"{published['tau']:.2f} ({published['measured_on']})" for published in result["published"]]
+    console.print(f"Published tau: {', '.join(stated) or 'the card states none'}")
     for sentence in result["observations"]:
         console.print(Text.assemble(("! ", "yellow"), sentence))
     for number, advice in enumerate(result["advice"], start=1):
-        gain = f"{number}. {advice['change']}: tau {advice['tau_before']:.2f} → {advice['tau']:.2f}"
-        console.print(Text.assemble((gain, "bold green"), f"  ({advice['reason']})"))
+        before = f"{advice['tau_before']:.2f}"
+        after = f"{advice['tau']:.2f}"
+        change = f"{number}. {advice['change']}: tau {before} → {after}"
+        console.print(Text.assemble((change, "bold green"), f"  ({advice['reason']})"))
     if not result["advice"]:
         console.print("Nothing tried does better.", style="bold")
 
@@ -110,7 +109,8 @@ def _trials(rows: list[dict[str, Any]], last: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("change", overflow="fold")
     table.add_column("tau", justify="right")
-    places = [place for place in (1, 2, 4, 8) if place < last] + [last]
+    places = [place for place in (1, 2, 4, 8) if place < last]
+    places.append(last)
     for place in places:
         table.add_column(f"at {place}", justify="right", no_wrap=True)
     after: list[str] = []
@@ -118,7 +118,8 @@ def _trials(rows: list[dict[str, Any]], last: int) -> Table:
         if row["after"] != after:
             after = row["after"]
             table.add_row(Text(f"with {after[-1]}:", "bold"))
-        change = f"{'  ' * len(after)}{row['change'] or 'as it is'}"
+        indent = "  " * len(after)
+        change = f"{indent}{row['change'] or 'as it is'}"
         if row["tau"] is None:
             table.add_row(f"{change} ({row['error']})", "-")
             continue

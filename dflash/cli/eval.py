@@ -1,6 +1,5 @@
 """`dflash eval`: the paper's tasks or one's own prompts with any pair, plain decoding beside DFlash, answers scored."""
 
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from .arguments import (
     result_option,
     server_option,
 )
-from .terminal import counting_bar, show_facts, show_table
+from .terminal import counting_bar, print_result, show_facts, show_table
 from .tracing import TraceFile, check_trace_file, recording
 
 
@@ -264,7 +263,9 @@ def _backend(pair: loading.Pair, max_new_tokens: int | None, methods: Sequence[s
 
     def begin() -> dict[str, Any]:
         ways = backend.begin()
-        return {name: recorder(decode) if name == OURS else decode for name, decode in ways.items()}
+        if OURS in ways:
+            ways[OURS] = recorder(ways[OURS])
+        return ways
 
     return replace(backend, begin=begin)
 
@@ -306,10 +307,7 @@ SHOWN = (
 
 def _report(result: dict[str, Any], files: EvalFiles) -> None:
     """Prints the result, and where its files are."""
-    if files.as_json:
-        print(json.dumps({name: value for name, value in result.items() if name != "measurements"}))
-    else:
-        _show(result)
+    print_result(result, files.as_json, _show)
     if files.output is not None:
         answers = files.output.with_suffix(".jsonl")
         print(f"{files.output} holds the figures, {answers} the answers.", file=sys.stderr)
@@ -317,25 +315,14 @@ def _report(result: dict[str, Any], files: EvalFiles) -> None:
 
 def _show(result: dict[str, Any]) -> None:
     """The table, and what its figures depend on."""
-    from dflash.evaluation import means_of_tasks, place_of, table_of
+    from dflash.evaluation import means_of_tasks, table_of
 
     rows = result["summary"]
-    show_table(
-        table_of([*rows, *means_of_tasks(rows)], SHOWN, short=True), "Everything counted, the prompt's forward too"
-    )
-    decoding = result["decoding"]
-    setup = result["environment"]
-    facts = [
-        setup.get("engine"),
-        setup.get("target_dtype"),
-        place_of(setup),
-        f"{setup['processes']} processes" if setup["processes"] > 1 else "",
-        f"block size {setup['block_size']}" if "block_size" in setup else "",
-        "greedy, batch 1",
-        f"thinking {'on' if decoding['enable_thinking'] else 'off'}",
-        f"at most {decoding['max_new_tokens']} tokens",
-    ]
-    show_facts(facts, rows, setup.get("target_dtype"))
+    shown = table_of([*rows, *means_of_tasks(rows)], SHOWN, short=True)
+    show_table(shown, "Everything counted, the prompt's forward too")
+    num_processes = result["environment"]["processes"]
+    shared = [f"{num_processes} processes"] if num_processes > 1 else []
+    show_facts(result, *shared)
     for task in result["tasks"]:
         if task["too_long"]:
             left_out = f"{task['too_long']} of {counted(task['prompts'], 'prompt')} of {task['task']} are left out"

@@ -44,11 +44,13 @@ class RequestOptions:
         """The keywords of the loop; ValueError for a value that no request can have, by the name of its flag."""
         from dflash.model.requests_dflash import SETTINGS
 
-        keywords = {name: value for name, value in vars(self).items() if value is not None and name != "seed"}
+        keywords = {name: value for name, value in vars(self).items() if value is not None}
+        del keywords["seed"]
         for name, value in keywords.items():
             is_meant, remedy = SETTINGS[name]
+            flag = name.replace("_", "-")
             if not is_meant(value):
-                raise ValueError(f"--{name.replace('_', '-')} {value} cannot be used: {remedy}.")
+                raise ValueError(f"--{flag} {value} cannot be used: {remedy}.")
         return keywords
 
 
@@ -132,8 +134,10 @@ def _report(run: Any, pair: Pair) -> dict[str, Any]:
 
 def _warn_of_positions(pair: Pair, num_prompt_tokens: int, max_new_tokens: int) -> None:
     """Says on standard error that a request reaches beyond the positions that the target was made for."""
-    positions = getattr(pair.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if positions is not None and num_prompt_tokens < positions < num_prompt_tokens + max_new_tokens:
+    config = pair.target.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None)
+    longest = num_prompt_tokens + max_new_tokens
+    if positions is not None and num_prompt_tokens < positions < longest:
         say_once(
             f"The prompt's {num_prompt_tokens} tokens and --max-new-tokens {max_new_tokens} reach beyond the target's "
             f"{positions} positions, where its text gets worse: ask for at most {positions - num_prompt_tokens}."

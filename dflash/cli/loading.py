@@ -302,10 +302,13 @@ def listed(text: str, option: str) -> tuple[str, ...]:
 
 def numbers(text: str, option: str, least: int = 0) -> list[int]:
     """Whole numbers that were given with commas between; ValueError if one is none, or below `least`."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) >= least for part in parts):
-        raise ValueError(f"{option} {text} is no list of numbers from {least} on: write them as 1,4,16.")
-    return [int(part) for part in parts]
+    values = []
+    for part in text.split(","):
+        digits = part.strip()
+        if not digits.isdecimal() or int(digits) < least:
+            raise ValueError(f"{option} {text} is no list of numbers from {least} on: write them as 1,4,16.")
+        values.append(int(digits))
+    return values
 
 
 def dtype_name(pair: Pair) -> str:

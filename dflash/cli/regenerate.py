@@ -226,16 +226,20 @@ class AnswerBar:
 
     def begin(self, share: int, record: Any) -> None:
         """Says what is left out or done already, and counts `share` rows from here on."""
+        console = self._progress.console
         for reason, count in record.left_out.items():
-            self._progress.console.print(f"Left out: {count:,} x {reason}.", soft_wrap=True)
-        if record.was_finished:
-            everything = share + record.was_finished
-            self._progress.console.print(f"Answered before: {record.was_finished:,} of {counted(everything, 'row')}.")
+            console.print(f"Left out: {count:,} x {reason}.", soft_wrap=True)
+        before = record.was_finished
+        if before:
+            everything = counted(share + before, "row")
+            console.print(f"Answered before: {before:,} of {everything}.")
         self._progress.reset(self._task, total=share)
 
     def row(self, tokens: int) -> None:
         """Counts a row of so many new tokens."""
         self._tokens += tokens
         seconds = self._progress.tasks[0].elapsed
-        rate = f"{self._tokens / seconds:,.0f} tokens/s" if seconds else ""  # as of the last batch
+        rate = ""
+        if seconds:
+            rate = f"{self._tokens / seconds:,.0f} tokens/s"  # as of the last batch
         self._progress.update(self._task, advance=1, rate=rate)

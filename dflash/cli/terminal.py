@@ -1,5 +1,6 @@
 """Terminal output: progress bars, text with its accepted drafts marked, and the table of a comparison."""
 
+import json
 import math
 import os
 import re
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # for annotations alone: importing these takes seconds
 
 
 ACCEPTED_STYLE, OWN_STYLE = "green underline", "bold magenta"
+OF_PROMPTS = ("measurements", "profiles")  # fields of a result that hold an entry for each prompt
 
 
 @contextmanager
@@ -78,9 +80,13 @@ class _LoggedBar(Progress):
             return
         self._since_line = stopwatch()
         (task,) = self.tasks
-        done = f"{task.completed:,.0f} of {task.total:,.0f}" if task.total else f"{task.completed:,.0f}"
-        notes = [task.description, task.fields.get("rate", "")]
-        self.console.print(": ".join([done, ", ".join(filter(None, notes))]), soft_wrap=True)
+        line = f"{task.completed:,.0f}"
+        if task.total:
+            line += f" of {task.total:,.0f}"
+        line += f": {task.description}"
+        if task.fields.get("rate"):
+            line += f", {task.fields['rate']}"
+        self.console.print(line, soft_wrap=True)
 
 
 class TextStream:
@@ -97,7 +103,8 @@ class TextStream:
         text = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
         if text.endswith("\ufffd") and not is_last:
             return ""
-        added, self._length = text[self._length :], len(text)
+        added = text[self._length :]
+        self._length = len(text)
         return added
 
 
@@ -111,9 +118,10 @@ class BlockPrinter:
 
     def block(self, block: "Block") -> None:
         """Prints a block: the accepted drafts, then the target's own token."""
-        accepted, own = block.token_ids[: block.num_accepted], block.token_ids[block.num_accepted :]
-        self._print(self._stream.push(accepted), ACCEPTED_STYLE, "[{}]")
-        self._print(self._stream.push(own), OWN_STYLE)
+        accepted = self._stream.push(block.token_ids[: block.num_accepted])
+        own = self._stream.push(block.token_ids[block.num_accepted :])
+        self._print(accepted, ACCEPTED_STYLE, "[{}]")
+        self._print(own, OWN_STYLE)
 
     def tokens(self, token_ids: list[int]) -> None:
         """Prints tokens of plain decoding."""
@@ -139,10 +147,11 @@ def has_colour(console: Console) -> bool:
 
 def legend(console: Console) -> Text:
     """One line that explains the marks."""
-    draft, own = ("accepted draft", ACCEPTED_STYLE), ("the target's own token", OWN_STYLE)
+    begin = "DFlash marks each block: "
+    own = "the target's own token"
     if not has_colour(console):
-        draft, own = ("[accepted draft]", ""), ("the target's own token", "")
-    return Text.assemble("DFlash marks each block: ", draft, ", then ", own)
+        return Text(f"{begin}[accepted draft], then {own}")
+    return Text.assemble(begin, ("accepted draft", ACCEPTED_STYLE), ", then ", (own, OWN_STYLE))
 
 
 @dataclass(frozen=True)
@@ -161,46 +170,52 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
     for name in ("tokens", "generate", "DFlash", "speed-up", "tau", "per step"):
         table.add_column(name, justify="right")
     table.add_column("text", min_width=len("identical"))  # the cell that matters most is whole on any terminal
+    num_same = 0
     for number, row in enumerate(rows, start=1):
+        difference = row.difference
         agreement = "identical"
-        if row.difference is not None:
-            agreement = f"differs from token {row.difference.index}, margin {row.difference.margin:.2g}"
-        table.add_row(str(number), *_figures([row]), agreement, end_section=number == len(rows))
+        if difference is None:
+            num_same += 1
+        else:
+            agreement = f"differs from token {difference.index}, margin {difference.margin:.2g}"
+        table.add_row(str(number), *_figures([row]), agreement)
     if len(rows) > 1:
-        num_same = sum(row.difference is None for row in rows)
+        table.add_section()
         agreement = "identical" if num_same == len(rows) else f"{num_same} of {len(rows)} identical"
         table.add_row("all", *_figures(rows), agreement)
     return table
 
 
-def number(value: float) -> str:
+def number(value: float | None) -> str:
     """Two decimals, or a dash where there was nothing to count."""
-    return "-" if math.isnan(value) else f"{value:.2f}"
+    return "-" if value is None or math.isnan(value) else f"{value:.2f}"
 
 
 def _figures(rows: Sequence[Comparison]) -> list[str]:
     """Tokens, tokens/s of both, speed-up, tau and tokens per step, over `rows` together."""
-    plain = _speed([row.plain for row in rows])
-    fast = _speed([row.fast for row in rows])
-    tokens = num_steps = 0
-    lengths: list[int] = []  # without looked-up tokens, as in the paper
-    for row in rows:
-        tokens += len(row.fast.token_ids)
-        num_steps += len(row.fast.acceptance_lengths)
-        lengths += row.fast.draft_lengths
+    from dflash.evaluation import OURS, PLAIN, measured, summarise
+
+    measurements = []
+    for index, row in enumerate(rows):
+        measurements += measured("", index, [{PLAIN: row.plain, OURS: row.fast}])
+    plain, fast = summarise(measurements)
     return [
-        str(tokens),
-        f"{plain:.0f}",
-        f"{fast:.0f}",
-        f"{fast / plain:.2f}x",
-        number(sum(lengths) / len(lengths) if lengths else math.nan),
-        number((tokens - len(rows)) / num_steps if num_steps else math.nan),
+        str(fast["tokens"]),
+        f"{plain['tokens_per_second']:.0f}",
+        f"{fast['tokens_per_second']:.0f}",
+        f"{fast['speedup']:.2f}x",
+        number(fast["tau_micro"]),
+        number(fast["tokens_per_step"]),
     ]
 
 
-def _speed(runs: "Sequence[TimedRun]") -> float:
-    """Tokens a second."""
-    return sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs)
+def print_result(result: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
+    """Prints a result on standard output: as one JSON object without what it holds of each prompt, or by `show`."""
+    if not as_json:
+        show(result)
+        return
+    figures = {name: value for name, value in result.items() if name not in OF_PROMPTS}
+    print(json.dumps(figures))
 
 
 def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None, num_names: int = 0) -> None:
@@ -223,23 +238,37 @@ def show_table(table: tuple[list[str], list[list[str]]], title: str | None = Non
         title = None
 
 
-def show_facts(facts: Sequence[str | None], rows: Sequence[dict[str, Any]], dtype: str | None) -> None:
-    """Prints what the figures of a table depend on, and why texts may differ if some do."""
-    from dflash.evaluation import caveat
+def show_facts(result: dict[str, Any], *more: str) -> None:
+    """Prints what the figures of a result depend on, and why texts may differ if some do."""
+    from dflash.evaluation import caveat, place_of
 
-    line = f"{', '.join(filter(None, facts))}. {caveat(rows, dtype)}"
-    Console(highlight=False).print(Text(line.rstrip(), "dim"))
+    setup = result["environment"]
+    decoding = result["decoding"]
+    dtype = setup.get("target_dtype")
+    facts = [setup.get("engine"), dtype, place_of(setup)]
+    if "block_size" in setup:
+        facts.append(f"block size {setup['block_size']}")
+    facts += ["greedy, batch 1", *more]
+    if "enable_thinking" in decoding:
+        facts.append(f"thinking {'on' if decoding['enable_thinking'] else 'off'}")
+    facts.append(f"at most {decoding['max_new_tokens']} tokens")
+    line = ", ".join(filter(None, facts))
+    warning = caveat(result["summary"], dtype)
+    Console(highlight=False).print(Text(f"{line}. {warning}".rstrip(), "dim"))
 
 
 def _print_part(columns: "Sequence[_Column]", title: str | None) -> None:
     """Prints a table of these columns."""
     table = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
     for column in columns:
-        table.add_column(column.heading, justify="right" if column.is_figure else "left", no_wrap=True)
-    for cells in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(*cells)
+        side: JustifyMethod = "right" if column.is_figure else "left"
+        table.add_column(column.heading, justify=side, no_wrap=True)
+    cells = [column.cells for column in columns]
+    for row in zip(*cells, strict=True):
+        table.add_row(*row)
     width = max(_width(columns), len(title or ""))
-    Console(width=width, highlight=False, markup=False).print(table)
+    console = Console(width=width, highlight=False, markup=False)
+    console.print(table)
 
 
 @dataclass(frozen=True)
@@ -254,10 +283,19 @@ class _Column:
     @classmethod
     def of(cls, heading: str, cells: list[str]) -> "_Column":
         """The column of these cells, whose heading is broken to the width of its cells and its own words."""
-        width = max(map(len, [*cells, *re.split(r"[ -]", heading)]))
-        heading = textwrap.fill(heading, width + heading.count("-"), break_long_words=False)
-        longest = max(map(len, [*cells, *heading.splitlines()]), default=0)
-        return cls(heading, cells, any(cell[:1].isdigit() for cell in cells), longest + 1)
+        words = re.split(r"[ -]", heading)
+        width = _longest(cells + words)
+        hyphens = heading.count("-")
+        broken = textwrap.fill(heading, width + hyphens, break_long_words=False)
+        lines = broken.splitlines()
+        longest = _longest(cells + lines)
+        is_figure = any(cell[:1].isdigit() for cell in cells)
+        return cls(broken, cells, is_figure, longest + 1)
+
+
+def _longest(words: Sequence[str]) -> int:
+    """Letters of the longest one."""
+    return max(map(len, words), default=0)
 
 
 def _width(columns: Sequence[_Column]) -> int:

@@ -190,7 +190,8 @@ def announce(sentence: str) -> None:
 def _print_point(point: dict[str, Any]) -> None:
     figures = []
     if "loss" in point:
-        figures += [f"loss {point['loss']:.3f}", f"{point['accepted_per_block']:.2f} accepted per block"]
+        figures.append(f"loss {point['loss']:.3f}")
+        figures.append(f"{point['accepted_per_block']:.2f} accepted per block")
     if "tau" in point:
         figures.append(f"tau {point['tau']:.2f}")
     print(f"step {point['step']}: {', '.join(figures)}", flush=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .eval_run import EvalPlan, check_eval_output, questions_of, run_eval
     from .heads import HeadReport, check_head
     from .markdown_pages import MARK, fill_pages, names_of, with_table
-    from .measurements import Measurement, Prompt, compare, summarise
+    from .measurements import Measurement, Prompt, compare, measured, summarise
     from .memory import PeakMemory, allocated_memory
     from .methods import (
         EAGER,
@@ -49,7 +49,7 @@ __all__ = [
     "Server", "Setup", "TaskAnswer", "TimedRun", "allocated_memory", "answer_questions", "caveat",
     "chat_encoder", "check_eval_output", "check_head", "check_methods", "check_scorers", "compare", "decoding_methods",
     "drawings", "extract_code", "fill_pages", "first_difference", "host_syncs", "is_right", "load_questions",
-    "markdown", "means_of_tasks", "names_of", "numbered", "pair_backend",
+    "markdown", "means_of_tasks", "measured", "names_of", "numbered", "pair_backend",
     "place_of", "questions_of", "questions_of_prompts", "read_result", "run_bench", "run_canary", "run_doctor", "run_eval",
     "run_program", "save_drawing", "save_plots",
     "server_backend", "step_split", "summarise", "summarise_answers", "table_of",

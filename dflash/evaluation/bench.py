@@ -1,6 +1,6 @@
 """`dflash bench` from a pair and prompts to a result: every way of decoding timed in turns, then profiled."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -14,12 +14,8 @@ from dflash.common.provenance import environment, public_name, record
 from .measurements import Prompt, compare, rounded, summarise
 from .methods import EAGER, decoding_methods
 from .profiling import StepSplit, profile, step_split
-from .results import Row
-from .timing import timed_blocks
-
-
-# Shows a bar over items: `(items, what is done with them)`.
-Progress = Callable[[Iterable[Any], str], Iterable[Any]]
+from .results import Row, grouped
+from .timing import Progress, silent, timed_blocks
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ def run_bench(
     prompts: Sequence[Prompt],
     plan: BenchPlan,
     decoding: Mapping[str, Any] | None = None,
-    progress: Progress = lambda items, what: items,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Decodes every prompt greedily by every method, in turns, and returns the result.
 
@@ -53,18 +49,11 @@ def run_bench(
         if names.get(role):
             names[role] = public_name(names[role])
     compared = decoding_methods(target, drafter, plan.max_new_tokens, plan.methods)
-    measurements = compare(
-        compared,
-        prompts,
-        plan.repeats,
-        progress=lambda prompts: progress(prompts, "Decoding"),
-        warm_up=lambda runs: progress(runs, "Warming up"),
-    )
+    measurements = compare(compared, prompts, plan.repeats, progress)
     chosen = []
-    for task in dict.fromkeys(prompt.task for prompt in prompts):
-        of_task = [prompt for prompt in prompts if prompt.task == task]
+    for of_task in grouped(prompts, lambda prompt: prompt.task).values():
         chosen += of_task[: plan.num_profiled]
-    profiles = profile(compared, chosen, target, drafter, lambda prompts: progress(prompts, "Profiling"))
+    profiles = profile(compared, chosen, target, drafter, progress)
     return record(
         "decode",
         environment(target, drafter),
@@ -87,7 +76,7 @@ def step_times(
     drafter: PreTrainedModel,
     prompts: Sequence[Prompt],
     plan: BenchPlan,
-    progress: Progress = lambda items, what: items,
+    progress: Progress,
 ) -> list[Row]:
     """Milliseconds of a step's two forwards, by the number of tokens verified at once, in the eager loop."""
     block_size = drafter.config.block_size

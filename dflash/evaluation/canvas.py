@@ -122,7 +122,8 @@ def _new_figure(note: str, theme: Theme, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     lines = textwrap.wrap(note, int(18 * theme.width))
-    figure = Figure(figsize=(theme.width, height + 0.15 * len(lines)), layout="constrained")
+    height += 0.15 * len(lines)
+    figure = Figure(figsize=(theme.width, height), layout="constrained")
     if note:
         figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7.5, color=theme.muted, weight="normal")
     return figure
@@ -143,13 +144,10 @@ def small_plots(
     """A figure of one small plot per name, all on the same scale, below the title and the key of all of them."""
     columns = min(len(names), theme.num_columns)
     lines = math.ceil(len(names) / columns)
+    line_height = 2.1 if lines > 1 else 2.5  # inches
     entries_a_line = max(1, int(theme.width) - 4)
-    head = 0.35 + 0.21 * math.ceil(len(key) / entries_a_line)  # inches
-    line_height = 2.1 if lines > 1 else 2.5
-    figure = _new_figure(note, theme, 0.6 + head + line_height * lines)
-    height = figure.get_figheight()
-    below_head = 1 - head / height
-    figure.get_layout_engine().set(rect=(0, 0, 1, below_head))  # type: ignore[union-attr, call-arg]
+    key_height = 0.21 * math.ceil(len(key) / entries_a_line)
+    figure = _new_figure(note, theme, 0.95 + key_height + line_height * lines)
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     places = list(grid.flat)
     for axes in places[len(names) :]:
@@ -162,24 +160,20 @@ def small_plots(
     places[0].set_ylabel(labels.y)
     lowest_line = (lines - 1) * columns
     places[lowest_line].set_xlabel(wrapped(labels.x, theme), loc="left")
-    figure.text(
-        0.01,
-        1 - 0.08 / height,
-        labels.title,
-        va="top",
-        fontsize=12,
-        weight="bold",
+    if not key:
+        figure.suptitle(labels.title, x=0.01, ha="left")
+        return figure, panels
+    figure.legend(  # below its own title: the layout knows no key between a figure's title and its panels
+        *handles(key),
+        title=labels.title,
+        title_fontproperties={"size": 12, "weight": "bold"},
+        alignment="left",
+        loc="outside upper left",
+        ncols=min(len(key), entries_a_line),
+        fontsize=9,
+        handlelength=2.2,
+        borderpad=0.2,
     )
-    if key:
-        figure.legend(
-            *handles(key),
-            loc="upper left",
-            bbox_to_anchor=(0.0, 1 - 0.3 / height),
-            ncols=min(len(key), entries_a_line),
-            fontsize=9,
-            handlelength=2.2,
-            borderpad=0.2,
-        )
     return figure, panels
 
 
@@ -192,8 +186,11 @@ def handles(entries: Sequence[Entry]) -> tuple[list[Any], list[str]]:
     """Lines and names of a key, as `legend` takes them."""
     from matplotlib.lines import Line2D
 
-    lines = [Line2D([], [], color=colour, linestyle=style) for _, colour, style in entries]
-    names = [name for name, *_ in entries]
+    lines = []
+    names = []
+    for name, colour, style in entries:
+        lines.append(Line2D([], [], color=colour, linestyle=style))
+        names.append(name)
     return lines, names
 
 
@@ -209,15 +206,15 @@ def line(axes: Axes, points: Sequence[Point], colour: str) -> None:
 
 
 def write(axes: Axes, text: str, place: Point, offset: Point, **look: Any) -> None:
-    """Text beside a place of the data, at an offset in points."""
-    axes.annotate(text, place, offset, textcoords="offset points", **look)
+    """Text beside a place of the data, at an offset in points, readable on bars and lines."""
+    axes.annotate(text, place, offset, textcoords="offset points", path_effects=outlined(axes), **look)
 
 
-def outlined(theme: Theme) -> list[Any]:
+def outlined(axes: Axes) -> list[Any]:
     """`path_effects` that give a line or text an edge in the colour of the paper, so that it stands out from bars."""
     from matplotlib.patheffects import withStroke
 
-    return [withStroke(linewidth=3, foreground=theme.paper)]
+    return [withStroke(linewidth=3, foreground=axes.get_facecolor())]
 
 
 def _dress(axes: Axes, theme: Theme) -> None:
@@ -230,9 +227,10 @@ def shares_of_counts(axes: Axes) -> None:
     """Percentages without decimals on the y axis, whole numbers on the x axis."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    axes.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
+    round_steps = [1, 2, 5, 10]
+    axes.yaxis.set_major_locator(MaxNLocator(7, steps=round_steps))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=round_steps, integer=True))
 
 
 def curves(labels: Labels, drawn: Sequence[Curve], note: str, theme: Theme) -> Figure:

@@ -28,8 +28,9 @@ from dflash.model.generation_dflash import generate_blocks
 
 from .measurements import rounded
 from .methods import EAGER
+from .results import grouped
 from .task_answers import chat_encoder
-from .timing import tau
+from .timing import Progress, silent, tau
 
 
 # A change helps if tau rises by a twentieth over all prompts, and rises on two of three.
@@ -82,14 +83,9 @@ class Trial:
     error: str = ""  # why it could not be measured
 
     @property
-    def tau(self) -> float:
-        """Mean acceptance length; NaN without a step."""
-        return tau([step.num_accepted + 1 for step in self.steps])
-
-    @property
     def worth(self) -> float:
         """tau; 1 where no step was measured, which is plain decoding's value."""
-        return self.tau if self.steps else 1.0
+        return worth_of(self.steps)
 
     def accepted_at(self) -> list[float | None]:
         """For position 1, 2, …: the share of proposals there that were accepted."""
@@ -98,26 +94,22 @@ class Trial:
         for step in self.steps:
             proposed.update(range(step.num_proposals))
             accepted.update(range(step.num_accepted))
-        return [rounded(accepted[place] / proposed[place]) for place in sorted(proposed)]
-
-    def part(self, chosen: Callable[[Step], bool]) -> Trial:
-        """The trial with the chosen steps alone."""
-        return replace(self, steps=tuple(filter(chosen, self.steps)))
-
-    def of_prompt(self, prompt: int) -> Trial:
-        """The trial with the steps of one prompt."""
-        return self.part(lambda step: step.prompt == prompt)
+        shares = []
+        for position in sorted(proposed):
+            share = accepted[position] / proposed[position]
+            shares.append(rounded(share))
+        return shares
 
     def helps(self, before: Trial) -> bool:
         """Whether more is accepted than in `before`, by more than chance and rounding explain."""
         if self.worth < LEAST_GAIN * before.worth:
             return False
-        steps = before.steps + self.steps
-        prompts = {step.prompt for step in steps}
+        old = grouped(before.steps, lambda step: step.prompt)
+        new = grouped(self.steps, lambda step: step.prompt)
+        prompts = old.keys() | new.keys()
         num_better = 0
         for prompt in prompts:
-            old = before.of_prompt(prompt)
-            num_better += self.of_prompt(prompt).worth > old.worth
+            num_better += worth_of(new.get(prompt, [])) > worth_of(old.get(prompt, []))
         return num_better >= SHARE_OF_PROMPTS * len(prompts)
 
     def row(self, after: Sequence[str] = ()) -> dict[str, Any]:
@@ -125,7 +117,7 @@ class Trial:
         row = {
             "change": self.change,
             "after": list(after),
-            "tau": rounded(self.tau),
+            "tau": rounded(tau_of(self.steps)),
             "steps": len(self.steps),
             "accepted_at": self.accepted_at(),
         }
@@ -134,8 +126,14 @@ class Trial:
         return row
 
 
-# Shows a bar over the trials of a round.
-Progress = Callable[[list[Trial]], Iterable[Trial]]
+def tau_of(steps: Sequence[Step]) -> float:
+    """Mean acceptance length; NaN without a step."""
+    return tau([step.num_accepted + 1 for step in steps])
+
+
+def worth_of(steps: Sequence[Step]) -> float:
+    """tau; 1 without a step, which is plain decoding's value."""
+    return tau_of(steps) if steps else 1.0
 
 
 def run_doctor(
@@ -146,7 +144,7 @@ def run_doctor(
     max_new_tokens: int = 128,
     card: Card | None = None,
     decoding: dict[str, Any] | None = None,
-    progress: Progress = iter,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Measures a pair as it is and with one change at a time, and says in order what to change and what that gains.
 
@@ -214,19 +212,24 @@ def _search(
         todo = [trial for trial in possible(best.setup) if trial.kind not in kinds]
         after = [trial.change for trial in kept[1:]]
         num_steps = Counter(step.prompt for step in best.steps)
-        tried = [measure({} if trial.kind in OF_PROMPTS else num_steps, trial) for trial in progress(todo)]
-        rows += [trial.row(after) for trial in tried]
-        helping = [trial for trial in tried if trial.helps(best)]
+        helping = []
+        for trial in progress(todo, "Trying"):
+            most = {} if trial.kind in OF_PROMPTS else num_steps
+            tried = measure(most, trial)
+            rows.append(tried.row(after))
+            if tried.helps(best):
+                helping.append(tried)
         if not helping:
             return kept, rows
-        kept.append(max(helping, key=lambda trial: trial.worth))
+        best_helping = max(helping, key=lambda trial: trial.worth)
+        kept.append(best_helping)
 
 
 def _advice(kept: Sequence[Trial]) -> list[dict[str, Any]]:
     """The changes that are kept, with what each gains."""
     advice = []
     for before, trial in pairwise(kept):
-        gain = {"tau_before": rounded(before.worth), "tau": rounded(trial.tau)}
+        gain = {"tau_before": rounded(before.worth), "tau": rounded(trial.worth)}
         advice.append({"change": trial.change, "reason": trial.reason, **gain})
     return advice
 
@@ -287,8 +290,8 @@ def changes(setup: Setup, target: PreTrainedModel, tokenizer: Any, dialogues: Se
         _other_rope(config, sizes),
     )
     for kind, change, reason, fields in variants:
-        changed = _copy(setup.drafter, fields)
-        yield Trial(kind, change, reason, replace(setup, drafter=changed))
+        changed = replace(setup, drafter=_copy(setup.drafter, fields))
+        yield Trial(kind, change, reason, changed)
     yield from _other_dtypes(setup, target.dtype)
 
 
@@ -297,12 +300,12 @@ Variant = tuple[str, str, str, dict[str, Any]]
 
 
 def _other_taps(config: Any, num_layers: int) -> Iterator[Variant]:
+    own = config.target_layer_ids
+    reason = f"config.json says {own}"
     for shift in (-1, 1):
-        ids = [layer_id + shift for layer_id in config.target_layer_ids]
+        ids = [layer_id + shift for layer_id in own]
         if ids[0] >= 0 and ids[-1] < num_layers - 1:
-            change = f"target_layer_ids {ids}"
-            reason = f"config.json says {config.target_layer_ids}"
-            yield "taps", change, reason, {"target_layer_ids": ids}
+            yield "taps", f"target_layer_ids {ids}", reason, {"target_layer_ids": ids}
 
 
 def _other_masks(config: Any, vocab_size: int, tokenizer: Any) -> Iterator[Variant]:
@@ -365,8 +368,9 @@ def _name(dtype: torch.dtype) -> str:
 
 def _copy(drafter: Any, fields: Mapping[str, Any]) -> Any:
     """Modules and a config of their own, with other fields; the tensors are the drafter's."""
-    tensors = [*drafter.parameters(), *drafter.buffers()]
-    shared = {id(tensor): tensor for tensor in tensors}
+    shared = {}
+    for tensor in [*drafter.parameters(), *drafter.buffers()]:
+        shared[id(tensor)] = tensor
     changed = copy.deepcopy(drafter, shared)
     for name, value in fields.items():
         setattr(changed.config, name, value)
@@ -418,14 +422,14 @@ def _of_lengths(first: Trial, card: Card) -> Iterator[str]:
     settings = card.facts.get("settings") or {}
     config: Any = first.setup.drafter.config
     limit = settings.get("max_length") or config.max_position_embeddings
-    within = first.part(lambda step: step.position < limit)
-    beyond = first.part(lambda step: step.position >= limit)
-    if not beyond.steps or within.tau < LEAST_GAIN * beyond.tau:
+    within = [step for step in first.steps if step.position < limit]
+    beyond = [step for step in first.steps if step.position >= limit]
+    if not beyond or tau_of(within) < LEAST_GAIN * tau_of(beyond):
         return
     before = ""
-    if within.steps:
-        before = f"{within.tau:.2f} before and "
+    if within:
+        before = f"{tau_of(within):.2f} before and "
     yield (
-        f"The drafter was trained on up to {limit:,} tokens: tau is {before}{beyond.tau:.2f} beyond. Give shorter texts, "
+        f"The drafter was trained on up to {limit:,} tokens: tau is {before}{tau_of(beyond):.2f} beyond. Give shorter texts, "
         f"{TRAIN_ON} and --max-length."
     )

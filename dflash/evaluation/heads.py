@@ -21,7 +21,7 @@ MOST_OPERATIONS = 30  # of a position; Domino's head takes 14
 TOLERANCE = 1e-4  # of float32 numbers that are computed in two ways
 TEMPERATURES = (0.5, 1.0, 1.4)
 SMALL_VOCABULARY, LARGE_VOCABULARY = 5, 499  # 499 is a prime number, so no other size is a multiple of it
-NUM_TEXTS = 4000  # sampled, to compare their distribution
+NUM_TEXTS = 3000  # sampled, to compare their distribution
 LEAST_P_VALUE = 1e-4  # of such a comparison
 SHAPE: dict[str, Any] = {
     "hidden_size": 16,
@@ -57,11 +57,13 @@ def check_head(head: type[CausalHead], **fields: Any) -> HeadReport:
     trial = _Trial(head, fields)
     faults: list[str] = []
     try:
-        for check in (_probabilities, _paths, _texts, _distribution, _files, _gradients, _cost):
+        for check in (_probabilities, _batches, _paths, _texts, _distribution, _files, _gradients, _cost):
             faults += check(trial)
     except Exception as error:  # of the head: which one is the researcher's to see
-        faults.append(f"{check.__name__.strip('_')} cannot be checked: {type(error).__name__}: {error}")
-    return HeadReport(faults, trial.operations, sum(weight.numel() for weight in trial.weights().values()))
+        name = check.__name__.strip("_")
+        faults.append(f"{name} cannot be checked: {type(error).__name__}: {error}")
+    num_weights = sum(weight.numel() for weight in _weights(trial.drafter).values())
+    return HeadReport(faults, trial.operations, num_weights)
 
 
 class _Trial:
@@ -80,21 +82,28 @@ class _Trial:
     def pair(self, vocab_size: int) -> tuple[PreTrainedModel, Any]:
         """The models, which have so many tokens."""
         torch.manual_seed(0)
-        ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        target = Qwen3ForCausalLM(Qwen3Config(vocab_size=vocab_size, num_hidden_layers=2, **SHAPE, **ids)).eval()
-        of_drafter: dict[str, Any] = {
-            "num_hidden_layers": 1,
-            "num_target_layers": 2,
-            "target_layer_ids": [0],
-            "block_size": 5,
-            "mask_token_id": vocab_size - 1,
-        }
-        config = DFlashConfig(vocab_size=vocab_size, **SHAPE, **of_drafter, **self.fields)
-        drafter = self.drafter_class(config).eval()
-        with torch.no_grad():
-            for name, weight in drafter.named_parameters():
-                if name.split(".")[0] in drafter.head_names():
-                    weight.normal_(std=0.7)
+        config = Qwen3Config(
+            vocab_size=vocab_size,
+            num_hidden_layers=2,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+            **SHAPE,
+        )
+        target = Qwen3ForCausalLM(config).eval()
+        of_drafter = DFlashConfig(
+            vocab_size=vocab_size,
+            num_hidden_layers=1,
+            num_target_layers=2,
+            target_layer_ids=[0],
+            block_size=5,
+            mask_token_id=vocab_size - 1,
+            **SHAPE,
+            **self.fields,
+        )
+        drafter = self.drafter_class(of_drafter).eval()
+        for weight in _weights(drafter).values():
+            torch.nn.init.normal_(weight, std=0.7)
         return target, drafter
 
     def head(self) -> CausalHead:
@@ -106,15 +115,19 @@ class _Trial:
     def block(self, num_sequences: int, num_positions: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Random hidden states [B, R, D], their logits [B, R, V] and anchors [B, 1]."""
         generator = torch.Generator().manual_seed(num_positions)
-        hidden_states = torch.randn(num_sequences, num_positions, SHAPE["hidden_size"], generator=generator)
+        shape = num_sequences, num_positions, SHAPE["hidden_size"]
+        hidden_states = torch.randn(shape, generator=generator)
         anchors = torch.randint(LARGE_VOCABULARY, (num_sequences, 1), generator=generator)
-        logits = self.drafter.compute_logits(hidden_states, self.target.get_output_embeddings())
+        output_embeddings = self.target.get_output_embeddings()
+        with torch.no_grad():  # what is checked begins after them
+            logits = self.drafter.compute_logits(hidden_states, output_embeddings)
         return hidden_states, logits, anchors
 
-    def weights(self) -> dict[str, torch.nn.Parameter]:
-        """Those of the head, by name."""
-        modules = self.drafter.head_names()
-        return {name: weight for name, weight in self.drafter.named_parameters() if name.split(".")[0] in modules}
+
+def _weights(drafter: Any) -> dict[str, torch.nn.Parameter]:
+    """Those of a drafter's head, by name."""
+    modules = drafter.head_names()
+    return {name: weight for name, weight in drafter.named_parameters() if name.split(".")[0] in modules}
 
 
 @torch.no_grad()
@@ -127,9 +140,10 @@ def _probabilities(trial: _Trial) -> Iterator[str]:
         if path.probabilities is None:
             yield "probabilities: a drawn path has none, and rejection needs them."
             return
-        sums = path.probabilities.double().sum(dim=-1)
-        worst = sums.flatten()[(sums - 1).abs().argmax()]
-        if not abs(worst - 1) < TOLERANCE:
+        sums = path.probabilities.double().sum(dim=-1).flatten()
+        furthest = (sums - 1).abs().argmax()
+        worst = sums[furthest]
+        if not abs(worst - 1) < TOLERANCE:  # NaN too
             yield f"probabilities: those of a position have a sum of {worst:.4f} at temperature {temperature}, not 1."
         if not bool((path.probabilities >= 0).all()):
             yield f"probabilities: one is {path.probabilities.min():.4f} at temperature {temperature}."
@@ -138,46 +152,81 @@ def _probabilities(trial: _Trial) -> Iterator[str]:
             yield "choose_path: a chosen token is none of its position's candidates."
 
 
+def _scores_along(
+    head: CausalHead,
+    hidden_states: torch.Tensor,
+    top_logits: torch.Tensor,
+    top_ids: torch.Tensor,
+    before: torch.Tensor,
+) -> Iterator[torch.Tensor]:
+    """Scores [B, K] of the candidates of each position after the tokens `before` [B, R], as trees and training compute them."""
+    num_sequences = len(before)
+    of_positions = zip(
+        before.unbind(dim=1),
+        head.features(hidden_states).unbind(dim=1),
+        top_logits.unbind(dim=1),
+        top_ids.unbind(dim=1),
+        strict=True,
+    )
+    state = hidden_states.new_zeros(num_sequences, head.state_size)
+    for position, (token_ids, features, logits, candidates) in enumerate(of_positions):
+        inputs = head.inputs(token_ids)
+        state = head.read(inputs, state)
+        positions = torch.full((num_sequences,), position)
+        rows = head.rows(candidates, positions)
+        yield head.scores(features, logits, rows, state)
+
+
+@torch.no_grad()
+def _batches(trial: _Trial) -> Iterator[str]:
+    """A text's scores are the same alone and in a batch."""
+    block = trial.block(3)
+    path = trial.head().choose_path(*block)
+    hidden_states, logits, anchors = (part[1:2] for part in block)
+    alone = trial.head().choose_path(hidden_states, logits, anchors)
+    if not torch.allclose(alone.scores[0], path.scores[1], atol=TOLERANCE):
+        yield "scores: those of a text differ alone and in a batch, so a sequence reads another one's."
+
+
 @torch.no_grad()
 def _paths(trial: _Trial) -> Iterator[str]:
-    """Scores follow from hidden states, logits and the tokens before alone: read again, in a batch and token by token."""
+    """Scores follow from hidden states, logits and the tokens before alone: read again, token by token."""
     head = trial.head()
     hidden_states, logits, anchors = trial.block(3)
     path = head.choose_path(hidden_states, logits, anchors)
-    alone = head.choose_path(hidden_states[1:2], logits[1:2], anchors[1:2])
-    if not torch.allclose(alone.scores[0], path.scores[1], atol=TOLERANCE):
-        yield "scores: those of a text differ alone and in a batch, so a sequence reads another one's."
     before = torch.cat([anchors, path.token_ids[:, :-1]], dim=1)
-    state = hidden_states.new_zeros(3, head.state_size)
-    features = head.features(hidden_states)
     top_logits = logits.gather(-1, path.candidate_ids)
-    for i in range(hidden_states.shape[1]):
-        state = head.read(head.inputs(before[:, i]), state)
-        rows = head.rows(path.candidate_ids[:, i], torch.full((3,), i))
-        scores = head.scores(features[:, i], top_logits[:, i], rows, state)
-        if not torch.allclose(scores, path.scores[:, i], atol=TOLERANCE):
-            yield f"scores: those of position {i} differ when they are computed alone, as trees and training do."
+    again = _scores_along(head, hidden_states, top_logits, path.candidate_ids, before)
+    for position, scores in enumerate(again):
+        if not torch.allclose(scores, path.scores[:, position], atol=TOLERANCE):
+            yield f"scores: those of position {position} differ when they are computed alone, as trees and training do."
             return
 
 
 def _texts(trial: _Trial) -> Iterator[str]:
     """Greedy texts are the target's: alone, in a batch, along a tree; sampled ones are the same for a seed."""
-    prompts = torch.randint(LARGE_VOCABULARY - 1, (3, 6), generator=torch.Generator().manual_seed(2))
-    options: dict[str, Any] = {"max_new_tokens": 12, "stop_token_ids": []}
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(LARGE_VOCABULARY - 1, (3, 6), generator=generator)
     target: Any = trial.target
     plain = target.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=12)
-    for name, rows, more in (("alone", 1, {}), ("in a batch", 3, {}), ("along a tree", 1, {"draft_tree": 12})):
-        text = trial.drafter.spec_generate(prompts[:rows], target=trial.target, temperature=0.0, **options, **more)
-        if not torch.equal(text, plain[:rows]):
-            yield f"texts: the greedy text {name} is not the target's."
-    sampled = [
-        trial.drafter.spec_generate(
-            prompts[:1], target=trial.target, temperature=1.2, verification="match", **options, **more,
-            generator=torch.Generator().manual_seed(3),
+
+    def draft(num_texts: int, **options: Any) -> torch.Tensor:
+        return trial.drafter.spec_generate(
+            prompts[:num_texts], target=target, max_new_tokens=12, stop_token_ids=[], **options
         )
-        for more in ({}, {"draft_tree": 12})
-    ]  # fmt: skip
-    if not torch.equal(*sampled):
+
+    greedy = {
+        "alone": draft(1, temperature=0.0),
+        "in a batch": draft(3, temperature=0.0),
+        "along a tree": draft(1, temperature=0.0, draft_tree=12),
+    }
+    for name, texts in greedy.items():
+        if not torch.equal(texts, plain[: len(texts)]):
+            yield f"texts: the greedy text {name} is not the target's."
+    sampling: dict[str, Any] = {"temperature": 1.2, "verification": "match"}
+    chain = draft(1, generator=torch.Generator().manual_seed(3), **sampling)
+    tree = draft(1, generator=torch.Generator().manual_seed(3), draft_tree=12, **sampling)
+    if not torch.equal(chain, tree):
         yield "texts: a seed's sampled text along a tree is not that along a chain."
 
 
@@ -186,23 +235,51 @@ def _distribution(trial: _Trial) -> Iterator[str]:
     target, drafter = trial.pair(SMALL_VOCABULARY)
     prompt = torch.tensor([[1, 2]])
     temperature = 1.4
-    every = torch.cartesian_prod(torch.arange(SMALL_VOCABULARY), torch.arange(SMALL_VOCABULARY))
-    with torch.no_grad():
-        logits = target(torch.cat([prompt.expand(len(every), -1), every], dim=1)).logits[:, 1:-1].double()
-    of_tokens = (logits / temperature).softmax(dim=-1).gather(-1, every[..., None]).squeeze(-1)
-    expected = NUM_TEXTS * of_tokens.prod(dim=1)
+    expected = _expected_counts(target, prompt, temperature)
     for verification in RULES:
         texts = drafter.spec_generate(
-            prompt.expand(NUM_TEXTS, -1), target=target, temperature=temperature, top_k=0, max_new_tokens=3,
-            verification=verification, stop_token_ids=[], generator=torch.Generator().manual_seed(4),
-        )  # fmt: skip
-        index = SMALL_VOCABULARY * texts[:, 2] + texts[:, 3]
-        counts = torch.bincount(index, minlength=len(every)).double()
-        statistic = ((counts - expected) ** 2 / expected.clamp(min=1e-9))[expected >= 5].sum()
-        freedom = torch.tensor(float((expected >= 5).sum()), dtype=torch.float64)
-        p_value = torch.special.gammaincc(freedom / 2, statistic / 2)
+            prompt.expand(NUM_TEXTS, -1),
+            target=target,
+            temperature=temperature,
+            top_k=0,
+            max_new_tokens=3,
+            prompt_lookup_num_tokens=0,  # the head proposes everything
+            verification=verification,
+            stop_token_ids=[],
+            generator=torch.Generator().manual_seed(4),
+        )
+        drawn = SMALL_VOCABULARY * texts[:, 2] + texts[:, 3]
+        counts = torch.bincount(drawn, minlength=len(expected)).double()
+        p_value = _p_value(counts, expected)
         if p_value < LEAST_P_VALUE:
             yield f"distribution: with verification={verification!r}, sampled texts have another one (p = {p_value:.0e})."
+
+
+@torch.no_grad()
+def _expected_counts(target: Any, prompt: torch.Tensor, temperature: float) -> torch.Tensor:
+    """How many of `NUM_TEXTS` texts begin with each pair of tokens [V * V] after the prompt [1, S], on average."""
+    tokens = torch.arange(SMALL_VOCABULARY)
+    pairs = torch.cartesian_prod(tokens, tokens)
+    prompts = prompt.expand(len(pairs), -1)
+    texts = torch.cat([prompts, pairs], dim=1)
+    outputs = target(texts)
+    logits = outputs.logits[:, -3:-1].double()  # of both tokens
+    scaled = logits / temperature
+    probabilities = scaled.softmax(dim=-1)
+    of_tokens = probabilities.gather(-1, pairs[..., None])
+    of_pairs = of_tokens.flatten(1).prod(dim=1)
+    return NUM_TEXTS * of_pairs
+
+
+def _p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """The chance of a chi-square at least as large; counts that are expected to be below 5 are left out, as is usual."""
+    is_counted = expected >= 5
+    wanted = expected[is_counted]
+    differences = counts[is_counted] - wanted
+    statistic = (differences**2 / wanted).sum()
+    freedom = statistic.new_tensor(len(wanted))
+    p_value = torch.special.gammaincc(freedom / 2, statistic / 2)
+    return p_value.item()
 
 
 @torch.no_grad()
@@ -218,30 +295,30 @@ def _files(trial: _Trial) -> Iterator[str]:
         yield "files: a drafter that was saved and loaded gives other scores."
 
 
-def _gradients(trial: _Trial) -> Iterator[str]:
-    """Each weight learns from the choice after true tokens, or from the confidence."""
+def _loss(trial: _Trial) -> torch.Tensor:
+    """A loss of the choice after true tokens, and of the confidence where a head has one."""
     head = trial.head()
     hidden_states, logits, anchors = trial.block(3)
-    tokens = logits.topk(head.top_k).indices[..., 0]
-    previous = torch.cat([anchors, tokens[:, :-1]], dim=1)
+    top = logits.topk(head.top_k)
+    best = top.indices[..., 0]
+    before = torch.cat([anchors, best[:, :-1]], dim=1)
     loss = torch.zeros(())
-    state = hidden_states.new_zeros(3, head.state_size)
-    features = head.features(hidden_states)
-    top = logits.detach().topk(head.top_k)
-    for i in range(hidden_states.shape[1]):
-        state = head.read(head.inputs(previous[:, i]), state)
-        rows = head.rows(top.indices[:, i], torch.full((3,), i))
-        scores = head.scores(features[:, i], top.values[:, i], rows, state)
+    for scores in _scores_along(head, hidden_states, top.values, top.indices, before):
         loss = loss - scores.log_softmax(dim=-1)[:, 0].sum()
-    confidences = head.confidences(hidden_states, previous)
+    confidences = head.confidences(hidden_states, before)
     if confidences is not None:
         loss = loss + torch.nn.functional.softplus(confidences).sum()
-    weights = trial.weights()
-    gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-    for name, gradient in zip(weights, gradients, strict=True):
-        if gradient is None or not bool(gradient.any()):
+    return loss
+
+
+def _gradients(trial: _Trial) -> Iterator[str]:
+    """Each weight learns from the choice after true tokens, or from the confidence."""
+    _loss(trial).backward()
+    for name, weight in _weights(trial.drafter).items():
+        gradient = weight.grad
+        if gradient is None or not gradient.any():
             yield f"gradients: {name} gets none, so it learns nothing."
-        elif not bool(gradient.isfinite().all()):
+        elif not gradient.isfinite().all():
             yield f"gradients: that of {name} is not finite."
 
 

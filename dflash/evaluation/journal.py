@@ -44,8 +44,8 @@ class Journal(JsonLines):
         is_begun = self._own.exists() and self._own.stat().st_size > 0
         if not is_begun:
             self.append([{"settings": self._settings}])
-        finished = {"key": key(question), "answers": list(map(asdict, answers))}
-        self.append([finished])
+        records = [asdict(answer) for answer in answers]
+        self.append([{"key": key(question), "answers": records}])
 
     def join_parts(self) -> None:
         """Joins the lines of all processes in one file. Called by the first process when all are done."""

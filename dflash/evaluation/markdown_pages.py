@@ -65,15 +65,16 @@ def fill_pages(
 
 def _check_places(known: Mapping[str, Path], named: set[Path], texts: Mapping[Path, str]) -> None:
     """Raises ValueError if no page has a place for a result that is named itself, and not by its folder."""
-    marks = MARK.findall("".join(texts.values()))
-    shown = {name for mark in marks for name in names_of(mark)}
+    shown: set[str] = set()
+    for text in texts.values():
+        for mark in MARK.findall(text):
+            shown.update(names_of(mark))
     for name, path in known.items():
-        is_checkpoint = path.name == RUN and path.parent in named
-        if name in shown or not (is_checkpoint or path in named):
-            continue
-        pages = ", ".join(map(str, texts))
-        place = f"<!-- {name}:begin --> and <!-- {name}:end -->"
-        raise ValueError(f"{pages} has no place for {path}: put {place} there, in this order.")
+        is_named = path in named or (path.name == RUN and path.parent in named)
+        if is_named and name not in shown:
+            pages = ", ".join(map(str, texts))
+            place = f"<!-- {name}:begin --> and <!-- {name}:end -->"
+            raise ValueError(f"{pages} has no place for {path}: put {place} there, in this order.")
 
 
 def files_in(paths: Iterable[str | Path], pattern: str) -> list[Path]:
@@ -114,8 +115,8 @@ def with_table(page: str, mark: str, table: str) -> str:
     end = f"<!-- {mark}:end -->"
     before, _, opened = page.partition(begin)
     _, _, after = opened.partition(end)
-    num_marks = page.count(begin), page.count(end)
-    if num_marks != (1, 1) or end not in opened:
+    is_once = page.count(begin) == page.count(end) == 1
+    if not is_once or end not in opened:
         raise ValueError(
             f"The page has no place for this table: put {begin} and {end} there, each once, in this order."
         )

@@ -5,7 +5,7 @@ Machines are shared and noisy, so a speed is always a ratio of two methods that 
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import truediv
@@ -15,14 +15,12 @@ import torch
 
 from .methods import Method
 from .profiling import Profile
-from .results import Row
-from .timing import TimedRun, draft_lengths, tau
+from .results import Row, grouped
+from .timing import Progress, TimedRun, draft_lengths, silent, tau
 
 
 Methods = Mapping[str, Method]
 Runs = Mapping[str, TimedRun]
-# A method and the index of a prompt that it decodes before it is measured.
-Warming = tuple[Method, int]
 
 
 @dataclass(frozen=True)
@@ -59,23 +57,22 @@ def compare(
     methods: Methods,
     prompts: Sequence[Prompt],
     repeats: int = 3,
-    progress: Callable[[Iterable[Prompt]], Iterable[Prompt]] = iter,
-    warm_up: Callable[[Iterable[Warming]], Iterable[Warming]] = iter,
+    progress: Progress = silent,
 ) -> list[Measurement]:
     """Every method on every prompt, `repeats` times, in turns; texts are compared with those of the first method.
 
-    Each method decodes the first, the shortest and the longest prompt once before, unmeasured. `progress` and `warm_up`
-    show bars over the prompts and over these runs, in which models are compiled.
+    Each method decodes the first, the shortest and the longest prompt once before, unmeasured. `progress` shows bars over
+    these runs, in which models are compiled, and over the prompts.
     """
     lengths = [prompt.input_ids.shape[1] for prompt in prompts]
     shortest = lengths.index(min(lengths))
     longest = lengths.index(max(lengths))
     chosen = dict.fromkeys([0, shortest, longest])
     warmings = [(run, index) for run in methods.values() for index in chosen]
-    for run, index in warm_up(warmings):
+    for run, index in progress(warmings, "Warming up"):
         run(prompts[index].input_ids)
     measurements = []
-    for index, prompt in enumerate(progress(prompts)):
+    for index, prompt in enumerate(progress(prompts, "Decoding")):
         rounds = []
         for repeat in range(repeats):
             runs = take_turns(methods, prompt.input_ids, index + repeat)
@@ -86,9 +83,11 @@ def compare(
 
 def take_turns(methods: Methods, input_ids: torch.Tensor, first: int) -> Runs:
     """Every method once on one prompt, in an order that rotates with `first`."""
-    names = deque(methods)
-    names.rotate(-first)
-    runs = {name: methods[name](input_ids) for name in names}
+    order = deque(methods)
+    order.rotate(-first)
+    runs = {}
+    for name in order:
+        runs[name] = methods[name](input_ids)
     return {name: runs[name] for name in methods}
 
 
@@ -125,12 +124,9 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
     The time of a step or token counts everything after the first token, the drafter's share included. Fields from
     `profiles` begin with `profiled_`.
     """
-    tasks: dict[str, dict[str, list[Measurement]]] = {}
-    for measurement in measurements:
-        methods = tasks.setdefault(measurement.task, {})
-        methods.setdefault(measurement.method, []).append(measurement)
     rows = []
-    for task, methods in tasks.items():
+    for task, of_task in grouped(measurements, lambda m: m.task).items():
+        methods = grouped(of_task, lambda m: m.method)
         plain = next(iter(methods.values()))
         for name, chosen in methods.items():
             own_profiles = [p for p in profiles if p.task == task and p.method == name]
@@ -163,15 +159,15 @@ def _speed(chosen: Sequence[Measurement], plain: Sequence[Measurement]) -> Row:
     steps = forwards - prompts
     return {
         "tokens": tokens,
-        "tokens_per_second": _ratio(tokens, seconds),
-        "speedup": _ratio(sum(plain_medians), seconds),
+        "tokens_per_second": ratio(tokens, seconds),
+        "speedup": ratio(sum(plain_medians), seconds),
         "speedup_p10": rounded(ratios[tenth]),
         "speedup_p90": rounded(ratios[-1 - tenth]),
-        "speedup_by_repeat": list(map(_ratio, _totals(plain), _totals(chosen))),
-        "tokens_per_step": _ratio(tokens - prompts, steps),
-        "ms_per_step": _ratio(ms_after_first, steps),
-        "ms_per_output_token": _ratio(ms_after_first, tokens - prompts),
-        "ms_to_first_token": _ratio(1e3 * to_first, prompts),
+        "speedup_by_repeat": list(map(ratio, _totals(plain), _totals(chosen))),
+        "tokens_per_step": ratio(tokens - prompts, steps),
+        "ms_per_step": ratio(ms_after_first, steps),
+        "ms_per_output_token": ratio(ms_after_first, tokens - prompts),
+        "ms_to_first_token": ratio(1e3 * to_first, prompts),
     }
 
 
@@ -190,7 +186,7 @@ def _acceptance(chosen: Sequence[Measurement]) -> Row:
     longest = max(counts, default=0)
     return {
         "tau_micro": rounded(tau(list(chain(*drafted)))),
-        "tau_macro": _ratio(sum(taus), len(taus)),
+        "tau_macro": ratio(sum(taus), len(taus)),
         "acceptance_histogram": [counts[length + 1] for length in range(longest)] or None,
     }
 
@@ -204,12 +200,13 @@ def _profiled(profiles: Sequence[Profile]) -> Row:
     for name in ("ms_draft", "ms_verify", "ms_rest", "host_syncs"):
         total = sum(getattr(p, name) * p.num_steps for p in profiles)
         unit = "_per_step" if name == "host_syncs" else ""
-        row[f"profiled_{name}{unit}"] = _ratio(total, steps)
+        row[f"profiled_{name}{unit}"] = ratio(total, steps)
     row["profiled_memory_bytes"] = max(p.memory_bytes for p in profiles)
     return row
 
 
-def _ratio(part: float, whole: float) -> float | None:
+def ratio(part: float, whole: float) -> float | None:
+    """A part of a whole, to four decimals; `None` of nothing."""
     return rounded(part / whole) if whole else None
 
 

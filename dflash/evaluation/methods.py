@@ -3,13 +3,13 @@
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.drafter import DFlashConfig, DFlashDraftModel
+from dflash.drafter import DFlashDraftModel
 
 from .timing import TimedRun, timed_blocks, timed_generate
 
@@ -103,7 +103,9 @@ def _in_dtype_of(target: PreTrainedModel, drafter: PreTrainedModel) -> PreTraine
 
 def untrained(drafter: PreTrainedModel) -> PreTrainedModel:
     """A drafter of the same shape, dtype and device with random weights; the global generator is left as it was."""
+    config: Any = copy.deepcopy(drafter.config)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model: Any = DFlashDraftModel(copy.deepcopy(cast(DFlashConfig, drafter.config)))
-    return model.to(drafter.device, drafter.dtype).eval()
+        model: Any = DFlashDraftModel(config)
+    model.to(drafter.device, drafter.dtype)
+    return model.eval()

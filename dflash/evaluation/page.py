@@ -6,7 +6,8 @@ This module measures nothing; `plots` draws the figures.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,8 +16,8 @@ from transformers.utils import logging
 from . import canvas, plots
 from .markdown_pages import files_in, results_by_name
 from .methods import PLAIN
-from .results import Row, published, read_result, setup, stated, template_name
-from .tables import SHOWN, Table, caveat, table_of, tables_of
+from .results import Row, grouped, published, read_result, setup, stated, template_name
+from .tables import COLUMNS, SHOWN, Table, caveat, table_of, tables_of
 
 
 if TYPE_CHECKING:
@@ -186,12 +187,17 @@ def _tables(result: dict[str, Any]) -> list[tuple[str, Table, Table | None]]:
     shown = SHOWN.get(result["kind"], ())
     if "task" not in shown:
         return [("", table, None) for table in tables_of(result)]
-    tasks: dict[str, list[Row]] = {}
-    for row in result["summary"]:
-        figures = dict(row)
-        task = figures.pop("task")  # the title says it
-        tasks.setdefault(task, []).append(figures)
-    return [(task, table_of(rows, shown), table_of(rows)) for task, rows in tasks.items()]
+    tables: list[tuple[str, Table, Table | None]] = []
+    for task, rows in grouped(result["summary"], itemgetter("task")).items():
+        usual = table_of(rows, _without_task(shown))
+        whole = table_of(rows, _without_task(COLUMNS))
+        tables.append((task, usual, whole))
+    return tables
+
+
+def _without_task(names: Iterable[str]) -> list[str]:
+    """The columns below a title that says the task."""
+    return [name for name in names if name != "task"]
 
 
 def _having(rows: Sequence[Row], *keys: str) -> list[Row]:

@@ -7,13 +7,14 @@ colours and the width (`canvas.Theme`). This module knows nothing about files, p
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from . import canvas
 from .canvas import DASHED, LIGHT, Curve, Entry, Labels, Theme, themed
 from .methods import DRAFTS_AS_OURS, OURS, PLAIN
-from .results import Row, position_rates, task_key
+from .results import Row, grouped, position_rates, task_key
 
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 FEWEST_STEPS = 10  # a share of fewer verify steps is noise
 PAPER = "paper"
+TASK = itemgetter("task")
 GAP = 0.7  # between the bars of two tasks
 
 
@@ -55,7 +57,6 @@ def acceptance_by_position(rows: Sequence[Row], note: str = "", theme: Theme = L
                     ha="right",
                     va="top",
                     fontsize=8,
-                    path_effects=canvas.outlined(theme),
                 )
         axes.set_ylim(0, 1.03)
         canvas.shares_of_counts(axes)
@@ -118,7 +119,7 @@ def acceptance_lengths(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT
                 highest,
                 color=colour,
                 linestyle=DASHED,
-                path_effects=canvas.outlined(theme),
+                path_effects=canvas.outlined(axes),
             )
             key.append((f"{row['method']}: τ {tau:.2f}", colour, "--"))
             first += width
@@ -153,7 +154,7 @@ def speedups(
 
     `paper` holds published speed-ups of the same pair by [`task_key`]; they are drawn hatched beside the measured ones.
     """
-    tasks = _by_task(row for row in rows if row["method"] != PLAIN and row.get("speedup") is not None)
+    tasks = grouped((row for row in rows if row["method"] != PLAIN and row.get("speedup") is not None), TASK)
     colours = _colours(tasks, theme)
     for task, of_task in tasks.items():
         published = (paper or {}).get(task_key(task))
@@ -171,7 +172,7 @@ def speedups(
         first = y
         for row in of_task:
             colour = colours.get(row["method"], colour_of_paper)
-            end = _draw_speedup(axes, y, row, colour, theme)
+            end = _draw_speedup(axes, y, row, colour)
             furthest = max(furthest, end)
             y += 1
         middles.append((first + y - 1) / 2)
@@ -189,7 +190,7 @@ def speedups(
     return figure
 
 
-def _draw_speedup(axes: Axes, y: float, row: Row, colour: str, theme: Theme) -> float:
+def _draw_speedup(axes: Axes, y: float, row: Row, colour: str) -> float:
     """Draws a bar, its spread and its label; returns where it ends."""
     end = row["speedup"]
     look: dict[str, Any] = {"color": colour}
@@ -197,16 +198,15 @@ def _draw_speedup(axes: Axes, y: float, row: Row, colour: str, theme: Theme) -> 
         look = {"color": "none", "edgecolor": colour, "hatch": "////"}
     axes.barh(y, end, 0.82, **look)
     label = f"{end:.2f}× {row['method']}"
-    effects = canvas.outlined(theme)
     low = row.get("speedup_p10")
     high = row.get("speedup_p90")
     if low is not None and high is not None and row.get("prompts", 2) > 1:
         axes.plot(
             [low, high],
             [y, y],
-            color=theme.ink,
+            color=axes.title.get_color(),  # the ink
             linewidth=1,
-            path_effects=effects,
+            path_effects=canvas.outlined(axes),
         )
         end = max(end, high)
     canvas.write(
@@ -216,7 +216,6 @@ def _draw_speedup(axes: Axes, y: float, row: Row, colour: str, theme: Theme) -> 
         (5, 0),
         va="center",
         fontsize=9,
-        path_effects=effects,
     )
     return end
 
@@ -262,7 +261,6 @@ def run_curve(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figu
         ha=side,
         color=theme.ours,
         weight="bold",
-        path_effects=canvas.outlined(theme),
     )
     highest = max(tau for _, tau in points)
     axes.set_ylim(0, 1.15 * highest)
@@ -330,9 +328,8 @@ def latency_throughput(
 
 def _drafting_by_task(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows with proposals, by their task; of rows with the same acceptance, or the same drafts, the first alone."""
-    tasks = _by_task(rows)
     drafting = {}
-    for task, of_task in tasks.items():
+    for task, of_task in grouped(rows, TASK).items():
         methods = {row["method"] for row in of_task}
         distinct: dict[str, Row] = {}
         for row in of_task:
@@ -344,10 +341,3 @@ def _drafting_by_task(rows: Sequence[Row]) -> dict[str, list[Row]]:
         if distinct:
             drafting[task] = list(distinct.values())
     return drafting
-
-
-def _by_task(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    tasks: dict[str, list[Row]] = {}
-    for row in rows:
-        tasks.setdefault(row["task"], []).append(row)
-    return tasks

@@ -28,7 +28,7 @@ from dflash.model.drafting_dflash import DraftProposer
 from dflash.model.targets_dflash import Target
 
 from .memory import allocated_memory
-from .timing import TimedRun
+from .timing import Progress, TimedRun, silent
 
 
 # Python-level calls on a tensor that wait for its value.
@@ -70,14 +70,14 @@ def profile(
     prompts: Sequence[Any],
     target: PreTrainedModel,
     drafter: PreTrainedModel,
-    progress: Callable[[Sequence[Any]], Any] = iter,
+    progress: Progress = silent,
 ) -> list[Profile]:
     """Every method, warmed up before, on every prompt (with `task` and `input_ids`), once per pass.
 
     A few prompts are enough: only the split of a step's time is noisy. `progress` shows a bar.
     """
     profiles = []
-    for index, prompt in enumerate(progress(prompts)):
+    for index, prompt in enumerate(progress(prompts, "Profiling")):
         input_ids = prompt.input_ids
         for name, run in methods.items():
             split = step_split(run, input_ids, target, drafter)

@@ -5,39 +5,39 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash.common.json_text import parsed_json
 from dflash.common.provenance import SCHEMA_VERSION
 
 
 Row = dict[str, Any]
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 # What the figures of a result depend on, by name; `None` where the file does not say.
 Facts = dict[str, str | None]
 
 RUN = "training.json"  # what `dflash train` writes into a checkpoint
 LONGEST_TEMPLATE = 40  # letters of a chat template that is written out
-# Facts that stand in a line without their name; the others follow it.
-UNNAMED = ("pair", "hardware", "versions", "run", "simulated", "training", "targets")
-# The facts of that line, in its order.
-STATED = (
-    "pair",
-    "hardware",
-    "dtype",
-    "attention",
-    "versions",
-    "run",
-    "simulated",
-    "training",
-    "targets",
-    "thinking",
-    "temperature",
-    "chat template",
-)
+# The facts that stand in one line, in its order, and the words before each.
+STATED = {
+    "pair": "",
+    "hardware": "",
+    "dtype": "dtype ",
+    "attention": "attention ",
+    "versions": "",
+    "run": "",
+    "simulated": "",
+    "training": "",
+    "targets": "",
+    "thinking": "thinking ",
+    "temperature": "temperature ",
+    "chat template": "chat template ",
+}
 VERSIONED = ("dflash", "torch", "transformers", "vllm", "sglang", "python")
 
 # By kind, the fields that identify a row; rows of other kinds have any shape.
@@ -136,6 +136,14 @@ def _before_and_after(points: Sequence[dict[str, Any]], best_step: int | None) -
     return rows
 
 
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items by their key, both in order of appearance."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def position_rates(histogram: Sequence[int]) -> tuple[list[float], list[float]]:
     """How often the proposal at position 1, 2, … is accepted: of all verify steps, and of those that got that far.
 
@@ -231,11 +239,11 @@ def setup(result: dict[str, Any]) -> Facts:
 def stated(facts: Facts) -> str:
     """What `setup` gives in one line, without the command, and what is not recorded; a long chat template is shortened."""
     parts = []
-    for name in STATED:
+    for name, words in STATED.items():
         fact = facts.get(name)
         if fact:
-            fact = template_name(fact) if name == "chat template" else fact
-            parts.append(fact if name in UNNAMED else f"{name} {fact}")
+            shown = template_name(fact) if name == "chat template" else fact
+            parts.append(words + shown)
     missing = [name for name in STATED if name in facts and not facts[name]]
     if missing:
         parts.append(f"not recorded: {', '.join(missing)}")

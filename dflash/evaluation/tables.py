@@ -4,11 +4,12 @@ It knows nothing about files and pages.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from .methods import NATIVE, OURS, OURS_CHOOSING, OURS_LOOKING_UP, PLAIN, PROMPT_LOOKUP
-from .results import Row
+from .results import Row, grouped
 
 
 ROUNDING = ("bfloat16", "float16")
@@ -177,12 +178,14 @@ def _before_and_after(domains: Sequence[Row]) -> list[Part]:
 
 def means_of_tasks(rows: Sequence[Row]) -> list[Row]:
     """A row for each method besides plain decoding with the means of its tasks, if there are several."""
+    drafting = [row for row in rows if row["tau_micro"] is not None]
     means = []
-    for method in dict.fromkeys(row["method"] for row in rows):
-        tasks = [row for row in rows if row["method"] == method and row["tau_micro"] is not None]
+    for method, tasks in grouped(drafting, itemgetter("method")).items():
         if len(tasks) > 1:
-            mean = {name: fmean(row[name] for row in tasks) for name in ("speedup", "tau_micro")}
-            means.append({"task": "mean", "method": method, **mean})
+            mean: Row = {"task": "mean", "method": method}
+            for name in ("speedup", "tau_micro"):
+                mean[name] = fmean(row[name] for row in tasks)
+            means.append(mean)
     return means
 
 
@@ -197,11 +200,9 @@ def caveat(rows: Sequence[Row], dtype: str | None = None) -> str:
             f"In {dtype} two tokens can be within rounding of each other, and a text may then go another way than "
             f"{PLAIN}'s: --dtype float32 shows that they are equal."
         )
-    lengths: dict[Any, set[Any]] = {}
-    for row in rows:
-        if "method" in row:
-            lengths.setdefault(row.get("task"), set()).add(row.get("tokens"))
-    if any(len(of_task) > 1 for of_task in lengths.values()):
+    lengths = {(row.get("task"), row.get("tokens")) for row in rows if "method" in row}
+    tasks = {task for task, _ in lengths}
+    if len(lengths) > len(tasks):
         sentences.append(
             "Texts that are not identical differ in length here: a speed-up is a ratio of seconds, not of tokens/s."
         )

@@ -11,10 +11,10 @@ from dflash.common.messages import first_line
 from dflash.common.plain_text import check_text
 
 from .backends import Begin
-from .measurements import Measurement, measured, rounded, summarise, take_turns
+from .measurements import Measurement, measured, ratio, summarise, take_turns
 from .memory import PeakMemory
 from .methods import Method
-from .results import Row
+from .results import Row, grouped
 from .sandbox import Limits
 from .scoring import is_right
 from .tasks import TASKS, Question
@@ -150,29 +150,31 @@ def _scores(question: Question, texts: dict[str, str], limits: Limits) -> dict[s
     task = TASKS.get(question.task)
     if task is None or task.scorer is None or question.reference is None:
         return {}
-    right = {}
-    for text in set(texts.values()):
-        right[text] = is_right(task.scorer, text, question.reference, limits)
-    return {name: right[text] for name, text in texts.items()}
+    right: dict[str, bool] = {}
+    scores = {}
+    for name, text in texts.items():
+        if text not in right:
+            right[text] = is_right(task.scorer, text, question.reference, limits)
+        scores[name] = right[text]
+    return scores
 
 
 def summarise_answers(answers: Sequence[TaskAnswer]) -> list[Row]:
     """The rows of [`summarise`] with the share of right answers (`score`) among `scored`, and the peak memory."""
     rows = summarise(answers)
+    groups = grouped(answers, lambda answer: (answer.task, answer.method))
     for row in rows:
-        scores: list[bool] = []
-        peaks: list[int] = []
-        for answer in answers:
-            if (answer.task, answer.method) != (row["task"], row["method"]):
-                continue
-            if answer.score is not None:
-                scores.append(answer.score)
-            if answer.peak_memory_bytes is not None:
-                peaks.append(answer.peak_memory_bytes)
-        row["score"] = rounded(sum(scores) / len(scores)) if scores else None
+        chosen = groups[row["task"], row["method"]]
+        scores = _known(answer.score for answer in chosen)
+        peaks = _known(answer.peak_memory_bytes for answer in chosen)
+        row["score"] = ratio(sum(scores), len(scores))
         row["scored"] = len(scores)
         row["peak_memory_bytes"] = max(peaks, default=None)
     return rows
+
+
+def _known(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if value is not None]
 
 
 def numbered(answers: Iterable[TaskAnswer]) -> list[TaskAnswer]:
@@ -193,11 +195,9 @@ def numbered(answers: Iterable[TaskAnswer]) -> list[TaskAnswer]:
 
 def by_category(answers: Sequence[TaskAnswer]) -> list[Row]:
     """[`summarise_answers`] for each category of the tasks that have them."""
-    categories: dict[tuple[str, str], list[TaskAnswer]] = {}
-    for answer in answers:
-        if answer.category is not None:
-            categories.setdefault((answer.task, answer.category), []).append(answer)
+    with_category = [answer for answer in answers if answer.category is not None]
     rows = []
-    for (_, category), chosen in categories.items():
-        rows += [{**row, "category": category} for row in summarise_answers(chosen)]
+    for (_, category), chosen in grouped(with_category, lambda answer: (answer.task, answer.category)).items():
+        for row in summarise_answers(chosen):
+            rows.append({**row, "category": category})
     return rows

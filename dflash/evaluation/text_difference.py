@@ -1,13 +1,11 @@
 """The first difference of two greedy texts of one target, and the margin between its two tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
-
-from dflash.model.requests_dflash import read_prompt
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Difference:
 @torch.no_grad()
 def first_difference(
     target: PreTrainedModel,
-    input_ids: torch.Tensor | Mapping[str, torch.Tensor],
+    input_ids: torch.Tensor,  # [1, S]
     token_ids: Sequence[int],
     other_ids: Sequence[int],
 ) -> Difference | None:
@@ -36,11 +34,8 @@ def first_difference(
         return None
     if index == shorter:
         return Difference(index, float("nan"))
-    prompt_ids, attention_mask = read_prompt(input_ids)
-    if attention_mask is not None:
-        prompt_ids = prompt_ids[attention_mask.bool()][None]
-    shared = prompt_ids.new_tensor([token_ids[:index]])
-    text_ids = torch.cat([prompt_ids, shared], dim=1)  # [1, S + index]
+    shared = input_ids.new_tensor([token_ids[:index]])
+    text_ids = torch.cat([input_ids, shared], dim=1)  # [1, S + index]
     outputs = target(text_ids.to(target.device))
     logits = outputs.logits[0, -1].float()  # [V]
     token_id = token_ids[index]

@@ -6,7 +6,7 @@ The loop knows no clock: `next` is timed from outside. No hook is on the models,
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,13 @@ from dflash.model.requests_dflash import read_prompt
 
 
 Inputs = torch.Tensor | Mapping[str, torch.Tensor]
+# Shows a bar over items; the second argument says what is done with them.
+Progress = Callable[[Iterable[Any], str], Iterable[Any]]
+
+
+def silent(items: Iterable[Any], what: str) -> Iterable[Any]:
+    """Shows no bar."""
+    return items
 
 
 @dataclass(frozen=True)

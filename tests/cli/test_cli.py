@@ -40,7 +40,6 @@ from dflash.evaluation import (
     TASKS,
     Difference,
     TimedRun,
-    caveat,
     first_difference,
     timed_blocks,
     timed_generate,
@@ -91,36 +90,43 @@ def test_what_every_command_line_answers(run: Any) -> None:
 def test_how_much_is_logged(flag: str, level: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[int] = []
     monkeypatch.setattr("transformers.utils.logging.set_verbosity", levels.append)
-    run(flag, "demo", "--prompts", "1", "--max-new-tokens", "2")
-    assert levels[0] == getattr(logging, level)
+    run(flag, "demo", "--prompts", "0")  # refused, after this was set
+    assert levels == [getattr(logging, level)]
 
 
-def test_demo_answers_and_ends_with_a_table(run: Any) -> None:
+def test_demo_answers_and_ends_with_a_table(run: Any, assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = files_read(monkeypatch, assets)
     status, out, _ = run("demo", "--prompts", "2", "--max-new-tokens", "6")
     assert status == 0
     assert "0 and 1?" in out
     assert "1 and 1?" in out
     assert "2 and 1?" not in out
     assert out.count("identical") == 3
-    assert "float32" in out
+    assert "float32, 1 thread, block size 6, greedy, batch 1, at most 6 tokens" in out
+    assert read == {"heldout.jsonl", embedded.TARGET_NAME, embedded.DRAFTER_NAME}
 
 
-@pytest.mark.parametrize(("flags", "name"), [([], embedded.DRAFTER_NAME), (["--domino"], embedded.DOMINO_NAME)])
-def test_demo_drafts_with_the_head_it_is_asked_for(
-    run: Any, assets: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], name: str
+def test_demo_answers_the_text_and_drafts_with_the_head_it_is_given(
+    run: Any, assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[str] = []
-    monkeypatch.setattr(embedded, "embedded_path", lambda name: read.append(name) or assets / name)
-    status, out, _ = run("demo", *flags, "--prompts", "1", "--max-new-tokens", "6")
-    assert (status, out.count("identical")) == (0, 1)
-    assert set(read) == {"heldout.jsonl", embedded.TARGET_NAME, name}
-
-
-def test_demo_answers_the_text_it_is_given(run: Any) -> None:
-    status, out, _ = run("demo", "--prompt", "how many", "--max-new-tokens", "6")
+    read = files_read(monkeypatch, assets)
+    status, out, _ = run("demo", "--domino", "--prompt", "how many", "--max-new-tokens", "6")
     assert status == 0
     assert "how many" in out
     assert out.count("identical") == 1
+    assert read == {"heldout.jsonl", embedded.TARGET_NAME, embedded.DOMINO_NAME}
+
+
+def files_read(monkeypatch: pytest.MonkeyPatch, assets: Path) -> set[str]:
+    """Takes the names of the embedded files that are read from here on."""
+    names: set[str] = set()
+
+    def path_of(name: str) -> Path:
+        names.add(name)
+        return assets / name
+
+    monkeypatch.setattr(embedded, "embedded_path", path_of)
+    return names
 
 
 def test_generate_writes_json_that_equals_plain_greedy(run: Any, pair: list[str], assets: Path) -> None:
@@ -170,20 +176,26 @@ def test_thinking_flag_reaches_the_template(run: Any, pair: list[str]) -> None:
     assert json.loads(on)["token_ids"] != json.loads(off)["token_ids"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_compare_explains_texts_that_differ_by_rounding(
-    dtype: str, run: Any, pair: list[str], monkeypatch: pytest.MonkeyPatch
+def test_compare_shows_both_and_explains_texts_that_differ_by_rounding(
+    run: Any, pair: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Promise: as `dflash eval` does, and only where rounding can be the cause. "margin 0" once stood there alone."""
-    asked = ["generate", *pair, "abc", "--compare", "--max-new-tokens", "6", "--dtype", dtype]
-    sentence = caveat([{"identical": 0}], "bfloat16")
-    assert "--dtype float32 shows that they are equal" in sentence
-    monkeypatch.setattr("dflash.evaluation.first_difference", lambda *_: None)
-    assert sentence not in run(*asked)[1]
-    monkeypatch.setattr("dflash.evaluation.first_difference", lambda *_: Difference(4, 0.0))
-    out = " ".join(run(*asked)[1].split())
-    assert "differs from token 4, margin 0" in out
-    assert (sentence in out) == (dtype == "bfloat16")
+    sentence = "--dtype float32 shows that they are equal"
+
+    def compared(dtype: str, difference: Difference | None) -> str:
+        monkeypatch.setattr("dflash.evaluation.first_difference", lambda *_: difference)
+        status, out, err = run("generate", *pair, "abc", "--compare", "--max-new-tokens", "6", "--dtype", dtype)
+        assert status == 0, err
+        return " ".join(out.split())
+
+    same = compared("bfloat16", None)
+    assert "target.generate" in same
+    assert "identical" in same
+    assert sentence not in same
+    for dtype in ("bfloat16", "float32"):
+        other = compared(dtype, Difference(4, 0.0))
+        assert "differs from token 4, margin 0" in other
+        assert (sentence in other) == (dtype == "bfloat16")
 
 
 @pytest.mark.parametrize("command", ["generate", "convert", "train"])
@@ -218,13 +230,6 @@ def test_a_drafter_whose_tensors_do_not_fit_is_one_sentence(
     status, _, error = run(*words[command])
     assert (status, logged) == (1, [])
     assert "does not fill a DFlash drafter exactly" in error.splitlines()[-1]
-
-
-def test_compare_shows_both(run: Any, pair: list[str]) -> None:
-    status, out, _ = run("generate", *pair, "abc", "--compare", "--max-new-tokens", "6")
-    assert status == 0
-    assert "target.generate" in out
-    assert "identical" in out
 
 
 def test_export_writes_the_code_beside_the_drafter(run: Any, tmp_path: Path) -> None:

@@ -80,34 +80,37 @@ def answered(run: Run, target: Path, drafter: Path, prompt: str = "abc", *words:
 # Chat templates.
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "does not take the prompt (roles must alternate)"),
-        ("{% if %}{{ x", "does not take the prompt (Expected an expression"),
-        ("{{ ''.__class__.__mro__ }}", "does not take the prompt (access to attribute '__class__'"),
-        ("{{ 1 + 'a' }}", "does not take the prompt (unsupported operand"),
-        ("", "writes nothing of the prompt"),
-        ("\n", "writes nothing of the prompt"),
-        ("<|im_start|>hello", "writes nothing of the prompt"),
-        ("{{ messages[:-1] }}", "writes nothing of the prompt"),
-    ],
-    ids=["raises", "does not parse", "forbidden", "adds a text", "empty", "blank", "constant", "without the last"],
-)
-@pytest.mark.parametrize("command", ["generate", "eval"])
-def test_a_chat_template_that_does_not_take_the_prompt(
-    command: str, template: str, reason: str, run: Run, target: Path, drafter: Path, tmp_path: Path
-) -> None:
+TEMPLATES = {
+    "raises": ("{{ raise_exception('roles must alternate') }}", "does not take the prompt (roles must alternate)"),
+    "does not parse": ("{% if %}{{ x", "does not take the prompt (Expected an expression"),
+    "forbidden": ("{{ ''.__class__.__mro__ }}", "does not take the prompt (access to attribute '__class__'"),
+    "adds a text": ("{{ 1 + 'a' }}", "does not take the prompt (unsupported operand"),
+    "empty": ("", "writes nothing of the prompt"),
+    "blank": ("\n", "writes nothing of the prompt"),
+    "constant": ("<|im_start|>hello", "writes nothing of the prompt"),
+    "without the last": ("{{ messages[:-1] }}", "writes nothing of the prompt"),
+}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_chat_template_that_does_not_take_the_prompt(kind: str, run: Run, target: Path, drafter: Path) -> None:
     """Bug: the first four were tracebacks of jinja2, and the others decoded 512 tokens of anything."""
+    template, reason = TEMPLATES[kind]
     (target / "chat_template.jinja").write_text(template)
-    if command == "generate":
-        sentence = refusal(answered(run, target, drafter))
-    else:
-        (tmp_path / "asked.txt").write_text("abc")
-        words = ["eval", "--target", target, "--drafter", drafter, "--prompts", tmp_path / "asked.txt"]
-        sentence = refusal(run(*words, "--max-new-tokens", 4))
+    sentence = refusal(answered(run, target, drafter))
     assert sentence.startswith(f"The target's chat template {reason}")
     assert "--no-chat-template" in sentence
+
+
+@pytest.mark.parametrize("kind", ["raises", "empty"])
+def test_eval_refuses_such_a_chat_template_too(
+    kind: str, run: Run, target: Path, drafter: Path, tmp_path: Path
+) -> None:
+    template, reason = TEMPLATES[kind]
+    (target / "chat_template.jinja").write_text(template)
+    (tmp_path / "asked.txt").write_text("abc")
+    words = ["eval", "--target", target, "--drafter", drafter, "--prompts", tmp_path / "asked.txt"]
+    assert reason in refusal(run(*words, "--max-new-tokens", 4))
     assert answered(run, target, drafter, "abc", "--no-chat-template")[0] == 0  # the remedy
 
 

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from tiny_models import (
-    BLOCK_SIZE,
     MASK_TOKEN_ID,
     ScriptedDrafter,
     counted_forwards,
@@ -45,7 +44,6 @@ from dflash.evaluation import (
     profiling,
     read_result,
     run_bench,
-    save_plots,
     step_split,
     summarise,
     timed_blocks,
@@ -368,33 +366,6 @@ def test_peak_memory_is_what_stands_at_once():
 # From a pair and prompts to a file
 
 
-def test_a_result_holds_what_its_readers_need(pair, tmp_path):
-    target, drafter, prompt_ids = pair
-    methods = [OURS, "dflash drafting nothing"]
-    result = run_bench(
-        target, drafter, [Prompt("t", prompt_ids)], BenchPlan(12, 2, methods, 1), {"chat_template": "x"}
-    )
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps(result))
-    read = read_result(path)
-    assert read["kind"] == "decode"
-    assert read["decoding"]["chat_template"] == "x"
-    assert [row["method"] for row in read["summary"]] == [PLAIN, *methods]
-    for row in read["summary"]:
-        assert row["identical"] == row["prompts"] == 1
-        assert {"profiled_ms_verify", "profiled_host_syncs_per_step", "profiled_memory_bytes", "compilations"} <= set(
-            row
-        )
-    assert [row["width"] for row in read["widths"]] == [1, 2, 4, BLOCK_SIZE]
-    assert read["widths"][0]["ms_draft"] is None
-    assert len(read["measurements"][0]["seconds"]) == 2
-
-    pytest.importorskip("matplotlib")
-    names = {plot.name for plot in save_plots(result, path)}
-    assert names == {f"result_{name}.png" for name in ("speedup", "acceptance", "lengths", "step_time")}
-    assert all((tmp_path / name).stat().st_size > 5_000 for name in names)
-
-
 def test_a_command_is_recorded_without_the_machines_paths(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/opt/bin/dflash", "bench", "--target", "/opt/models/t", "--drafter", "org/d"])
     assert command() == "dflash bench --target t --drafter org/d"
@@ -404,34 +375,42 @@ def test_a_command_is_recorded_without_the_machines_paths(monkeypatch):
     assert command() == "dflash eval --output=r.json --tasks a,b"
 
 
-def test_bench_on_the_command_line(tmp_path):
+def test_bench_writes_what_readers_need_and_says_in_a_log_how_far_it_is(tmp_path, monkeypatch):
+    """Promise: each of its parts counts what it has done, the runs before the measurement too, which once took minutes in silence."""
+    monkeypatch.setattr("dflash.cli.terminal.LINE_SECONDS", 0)
+    monkeypatch.setattr("dflash.evaluation.canvas.DPI", 80)
     prompts, output = tmp_path / "mine.txt", tmp_path / "out.json"
-    prompts.write_text('Ann has 3 apples.\n\n{"question": "Tom has 2 pens."}\nnever read\n')
-    options = ["--limit", "2", "--max-new-tokens", "6", "--repeats", "1", "--profiled", "1", "--methods", "dflash"]
+    prompts.write_text('Ann has 3 apples.\n\n{"question": "Tom has 2 pens and a very long desk."}\nOne.\nnever read\n')
+    options = ["--limit", "3", "--max-new-tokens", "6", "--repeats", "2", "--profiled", "1", "--methods", "dflash"]
     options += ["--prompts", str(prompts), "--output", str(output)]
     outcome = CliRunner().invoke(cli.app, ["bench", *options])
     assert outcome.exit_code == 0, outcome.output
-    assert "2 of 2" in outcome.output
-    assert "verify" in outcome.output
-    summary = json.loads(output.read_text())["summary"]
-    assert [(row["task"], row["method"], row["identical"]) for row in summary] == [
-        ("mine", m, 2) for m in (PLAIN, OURS)
+    assert "3 of 3" in outcome.stdout
+    assert "verify" in outcome.stdout
+    facts = (
+        "float32, 1 thread, block size 16, greedy, batch 1, medians of 2 interleaved repeats, thinking off, at most 6 "
+    )
+    assert facts in " ".join(outcome.stdout.split())
+    result = read_result(output)
+    assert result["kind"] == "decode"
+    assert "messages" in result["decoding"]["chat_template"]
+    assert [(row["task"], row["method"], row["identical"]) for row in result["summary"]] == [
+        ("mine", m, 3) for m in (PLAIN, OURS)
     ]
-
-
-def test_bench_says_in_a_log_how_far_it_is(tmp_path, monkeypatch):
-    """Promise: each of its parts counts what it has done, the runs before the measurement too, which once took minutes in silence."""
-    monkeypatch.setattr("dflash.cli.terminal.LINE_SECONDS", 0)
-    prompts = tmp_path / "mine.txt"
-    prompts.write_text("Ann has 3 apples.\nTom has 2 pens and a very long desk.\nOne.\n")
-    options = ["--max-new-tokens", "4", "--repeats", "1", "--profiled", "1", "--methods", "dflash"]
-    outcome = CliRunner().invoke(cli.app, ["bench", *options, "--prompts", str(prompts)])
-    assert outcome.exit_code == 0, outcome.output
+    figures = {"profiled_ms_verify", "profiled_host_syncs_per_step", "profiled_memory_bytes", "compilations"}
+    assert all(figures <= set(row) for row in result["summary"])
+    assert [row["width"] for row in result["widths"]] == [1, 2, 4, 8, 16]
+    assert result["widths"][0]["ms_draft"] is None
+    assert len(result["measurements"][0]["seconds"]) == 2
     lines = [line for line in outcome.stderr.splitlines() if " of " in line]
     warmed = [f"{done} of 6: Warming up" for done in range(1, 7)]  # two methods, three prompts
     decoded = [f"{done} of 3: Decoding" for done in range(1, 4)]
-    timed = [f"{done} of 5: Timing widths" for done in range(1, 6)]
+    timed = [f"{done} of 10: Timing widths" for done in range(1, 11)]
     assert [line for line in lines if "Loading" not in line] == [*warmed, *decoded, "1 of 1: Profiling", *timed]
+    pytest.importorskip("matplotlib")
+    plots = {tmp_path / f"out_{name}.png" for name in ("speedup", "acceptance", "lengths", "step_time")}
+    assert set(outcome.stdout.splitlines()[-5:]) == set(map(str, {output, *plots}))
+    assert all(plot.stat().st_size > 5_000 for plot in plots)
 
 
 @pytest.mark.parametrize(
@@ -532,7 +511,10 @@ def test_bench_replaces_a_file_when_asked_to(tmp_path):
         cli.app, ["bench", *options, "--overwrite", "--json", "--output", str(tmp_path / "r.json")]
     )
     assert outcome.exit_code == 0, outcome.output
-    assert read_result(tmp_path / "r.json")["kind"] == "decode"
+    written = read_result(tmp_path / "r.json")
+    printed = json.loads(outcome.stdout)
+    assert written["kind"] == printed["kind"] == "decode"
+    assert set(written) - set(printed) == {"measurements", "profiles"}  # an entry for each prompt
 
 
 def test_bench_names_a_target_whose_logits_are_no_numbers():

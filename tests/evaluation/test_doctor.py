@@ -60,7 +60,7 @@ def test_two_faults_are_named_in_order_with_their_gains(tmp_path: Path, dflash_c
     (tmp_path / "prompts.txt").write_text("\n".join(QUESTIONS))
     loading.say_once.cache_clear()
     words = ["doctor", embedded_path("tiny-target"), drafter, "--prompts", tmp_path / "prompts.txt"]
-    words += ["--max-new-tokens", 24, "--dtype", "float32", "--output", tmp_path / "doctor.json"]
+    words += ["--limit", 1, "--max-new-tokens", 24, "--dtype", "float32", "--output", tmp_path / "doctor.json"]
     status, out, err = dflash_command(*words)
     assert status == 0, err
     result = json.loads((tmp_path / "doctor.json").read_text())

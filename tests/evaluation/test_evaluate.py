@@ -35,6 +35,7 @@ from dflash.evaluation import (
     TaskAnswer,
     TimedRun,
     answer_questions,
+    canvas,
     chat_encoder,
     decoding_methods,
     numbered,
@@ -483,7 +484,12 @@ CHAT = [
 
 
 def test_prompts_of_ones_own_are_compared_and_shown_under_their_files_name(
-    run: Any, dflash_command: Any, folders: tuple[str, str], data_root: Path, tmp_path: Path
+    run: Any,
+    dflash_command: Any,
+    folders: tuple[str, str],
+    data_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Promise: beside tasks or alone; texts, speed and acceptance, and no score; in the result, the tables and the page."""
     prompts, output = tmp_path / "support desk.jsonl", tmp_path / "r.json"
@@ -509,6 +515,7 @@ def test_prompts_of_ones_own_are_compared_and_shown_under_their_files_name(
         "with_answers": 0,
     }
 
+    monkeypatch.setattr(canvas, "png", lambda figure: b"")
     page = tmp_path / "page.md"
     page.write_text("<!-- r:begin -->\n<!-- r:end -->\n")
     assert dflash_command("report", output, "--pages", page, "--output", tmp_path / "report")[0] == 0
@@ -629,7 +636,7 @@ def test_unsafe_code_is_allowed_by_its_flag_alone(
 
 
 def test_the_default_length_is_what_the_target_has_room_for(
-    run: Any, folders: tuple[str, str], data_root: Path, tmp_path: Path
+    run: Any, folders: tuple[str, str], data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2048 tokens leave no room for a prompt in a small target; a length that was asked for is not changed."""
     target = make_target(max_position_embeddings=400)
@@ -638,11 +645,17 @@ def test_the_default_length_is_what_the_target_has_room_for(
     target.save_pretrained(tmp_path / "small")
     make_tokenizer().save_pretrained(tmp_path / "small")
     asked = ("--target", tmp_path / "small", "--drafter", folders[1], "--data-root", data_root, "--tasks", "gsm8k")
-    status, out, err = run(*asked, "--limit", 1, "--json")
-    assert status == 0, err
-    assert "Answers are cut at 200 tokens, half of the target's positions (--max-new-tokens)." in err
-    assert json.loads(out)["decoding"]["max_new_tokens"] == 200
     assert "leaves no room" in run(*asked, "--max-new-tokens", 400)[2]
+    lengths = []
+
+    def stop(_plan: Any, _questions: Any, backend: Any, *_: Any, **__: Any) -> None:
+        lengths.append(backend.max_new_tokens)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("dflash.evaluation.run_eval", stop, raising=False)
+    status, _, err = run(*asked, "--limit", 1)
+    assert (status, lengths) == (1, [200]), err
+    assert "Answers are cut at 200 tokens, half of the target's positions (--max-new-tokens)." in err
 
 
 @pytest.mark.parametrize("methods", [["dflash"], ["prompt lookup"]])

@@ -100,15 +100,11 @@ class Mixing(NewHead):
         return super().features(hidden_states) + hidden_states.mean()
 
 
-class Deaf(NewHead):
-    """Never reads a weight that it has."""
+class DeafAndSlow(NewHead):
+    """Never reads a weight that it has, and computes over the vocabulary at each position, in many operations."""
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return torch.ones(*hidden_states.shape[:-1], self.state_size)
-
-
-class Slow(NewHead):
-    """Computes over the vocabulary at each position, in many operations."""
 
     def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         everywhere = state @ self.parts["after"].weight.T
@@ -130,13 +126,19 @@ class Broken(NewHead):
         (Unnormalised, ["probabilities: those of a position have a sum of", "sampled texts have another one"]),
         (Forgetful, ["differ when they are computed alone, as trees and training do"]),
         (Mixing, ["scores: those of a text differ alone and in a batch"]),
-        (Deaf, ["gradients: memory.gate.weight gets none"]),
-        (Slow, ["operations, more than", "reads the whole vocabulary"]),
+        (
+            DeafAndSlow,
+            ["gradients: memory.gate.weight gets none", "operations, more than", "reads the whole vocabulary"],
+        ),
         (Broken, ["probabilities cannot be checked: RuntimeError: no table"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_broken_heads_fault_is_named(head: type[CausalHead], said: list[str]) -> None:
+def test_a_broken_heads_fault_is_named(
+    head: type[CausalHead], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if head is not Unnormalised:  # the only fault that sampled texts show
+        monkeypatch.setattr("dflash.evaluation.heads.NUM_TEXTS", 100)
     faults = check_head(head, memory_size=4).faults
     for sentence in said:
         assert any(sentence in fault for fault in faults), faults

@@ -96,12 +96,12 @@ def test_the_key_of_many_methods_stands_between_the_title_and_the_panels():
     rows = [row(method=name, acceptance_histogram=[index + 1, 9]) for index, name in enumerate(names)]
     figure = plots.acceptance_by_position(rows)
     figure.draw_without_rendering()
-    title, key, panel = (
-        part.get_window_extent() for part in (figure.texts[0], figure.legends[0], figure.axes[0].title)
-    )
-    assert title.y0 >= key.y1
-    assert key.y0 >= panel.y1
-    assert key.x1 <= figure.bbox.x1
+    (legend,) = figure.legends
+    title, whole, panel = (part.get_window_extent() for part in (legend.get_title(), legend, figure.axes[0].title))
+    assert all(title.y0 >= text.get_window_extent().y1 for text in legend.get_texts())
+    assert whole.y0 >= panel.y1
+    assert whole.x1 <= figure.bbox.x1
+    assert title.y1 <= figure.bbox.y1
 
 
 def test_a_task_with_short_steps_does_not_cut_off_another() -> None:

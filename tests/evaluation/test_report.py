@@ -460,6 +460,7 @@ def test_two_checkpoints_of_one_name_have_a_table_and_a_section_each(run: Any, t
     assert (status, "put <!-- my-DFlash-2:begin --> and <!-- my-DFlash-2:end --> there" in err) == (1, True)
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_committed_results_of_bench_are_a_page_without_python(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ import time
 import tracemalloc
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,7 @@ def test_missing_scorer_is_said_before_anything_is_answered(monkeypatch: pytest.
     check_scorers(["mbpp"])
 
 
+ENDLESS = ("hangs", "spins", "swallows", "ignores signals")  # until the clock kills them
 HOSTILE = {
     "hangs": "import time\ntime.sleep(60)",
     "spins": "while True: pass",
@@ -211,8 +213,10 @@ def temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("snippet", HOSTILE)
 def test_hostile_code_fails_and_the_harness_goes_on(snippet: str, temporary_folder: Path) -> None:
     """Promise: code that hangs, eats or floods is killed and counted as failed, soon; nothing of it stays."""
+    limits = replace(SMALL, wall_seconds=0.3) if snippet in ENDLESS else SMALL
+    reference = {"setup": "", "tests": ["assert True"]}
     began = time.monotonic()
-    assert not is_right("mbpp", f"```python\n{HOSTILE[snippet]}\n```", {"setup": "", "tests": ["assert True"]}, SMALL)
+    assert not is_right("mbpp", f"```python\n{HOSTILE[snippet]}\n```", reference, limits)
     assert time.monotonic() - began < 20  # the clock of a busy machine; alone it is 2
     assert os.listdir(temporary_folder) == []
 
@@ -263,8 +267,12 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("cheat", CHEATS)
-@pytest.mark.parametrize("scorer", ["humaneval", "mbpp"])
+# Both scorers run a program and its tests in one way; what reaches into a call of the tests is tried with both.
+@pytest.mark.parametrize(
+    ("scorer", "cheat"),
+    [("mbpp", cheat) for cheat in CHEATS]
+    + [("humaneval", "says all that it finds in its tests"), ("humaneval", "leaves when it is called")],
+)
 def test_cheat_does_not_count_as_right(scorer: str, cheat: str) -> None:
     """Promise: only code whose tests ran to their end is right. What says so is not in its process while it runs."""
     code = f"{BASE}\n{SHOUT}{SEARCH}\ndef f(x): return 0\n{CHEATS[cheat]}\n"

@@ -43,7 +43,7 @@ STAND_INS = {
     '"Qwen/Qwen3-8B"': '"demo/tiny-target"',
     '"cuda"': '"cpu"',
 }
-NEW_TOKENS = "24"  # that a snippet writes at most: whether it runs does not depend on the length of its text
+NEW_TOKENS = "12"  # that a snippet writes at most: whether it runs does not depend on the length of its text
 NOT_RUN = r"<!-- not run: ([^\n]+) -->\n"
 
 
