@@ -4,6 +4,7 @@ All blocks of a sequence are in one forward, and a query sees the context and it
 grows with the square of the number of blocks. Here it grows with the number, and on a CPU scores of the context are not held.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,13 +44,21 @@ def blockwise_attention(
     if scaling is None:
         scaling = size**-0.5
     query = query * scaling
-    query = query.view(batch, groups, heads // groups, -1, block_size, size)  # [B, G, H / G, A, N, E]
-    context_key, block_key = key.split([length, num_rows], dim=2)
-    context_value, block_value = value.split([length, num_rows], dim=2)
-    block_key = block_key.unflatten(2, (-1, block_size))
-    block_value = block_value.unflatten(2, (-1, block_size))
+    query = query.unflatten(1, (groups, -1))
+    query = query.unflatten(3, (-1, block_size))  # [B, G, H / G, A, N, E]
+    sizes = [length, num_rows]
+    context_key, block_key = key.split(sizes, dim=2)
+    context_value, block_value = value.split(sizes, dim=2)
     attend = _fused if is_fused(query.device, dropout) else _in_parts
-    output = attend(query, context_key, context_value, block_key, block_value, attention_mask, dropout)
+    output = attend(
+        query,
+        context_key,
+        context_value,
+        block_key.unflatten(2, (-1, block_size)),
+        block_value.unflatten(2, (-1, block_size)),
+        attention_mask,
+        dropout,
+    )
     output = output.permute(0, 3, 4, 1, 2, 5)  # [B, A, N, G, H / G, E]
     return output.reshape(batch, num_rows, heads, size), None
 
@@ -93,21 +102,31 @@ def _in_parts(
     The backward pass of the latter computes the scores again, so that they are never held whole.
     """
     # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
+    shared = query.shape[2]
+    num_blocks = query.shape[3]
+    block_size = query.shape[4]
     rows = query.transpose(2, 3).flatten(3, 4)
-    mask = attention_mask.unflatten(2, (-1, block_key.shape[3]))
+    mask = attention_mask.unflatten(2, (-1, block_size))
     tensors = (rows, block_key, block_value, mask)
-    context = (context_key, context_value, dropout)
-    batch, groups, num_blocks, num_rows, _ = rows.shape
-    scores_of_block = batch * groups * num_rows * attention_mask.shape[-1]
+    attend = partial(
+        _attend,
+        context_key=context_key,
+        context_value=context_value,
+        dropout=dropout,
+    )
+    num_scores = rows[..., 0].numel() * attention_mask.shape[-1]
+    scores_of_block = num_scores // num_blocks
     at_a_time = max(1, MOST_SCORES // scores_of_block)
     if at_a_time >= num_blocks:
-        output = _attend(*tensors, *context)
+        output = attend(*tensors)
     else:
-        parts = [tensor.split(at_a_time, dim=2) for tensor in tensors]
-        outputs = [checkpoint(_attend, *part, *context, use_reentrant=False) for part in zip(*parts, strict=True)]
+        split_tensors = [tensor.split(at_a_time, dim=2) for tensor in tensors]
+        outputs = []
+        for part in zip(*split_tensors, strict=True):
+            outputs.append(checkpoint(attend, *part, use_reentrant=False))
         output = torch.cat(outputs, dim=2)
-    shared, block_size = query.shape[2], query.shape[4]
-    return output.unflatten(3, (shared, block_size)).transpose(2, 3)
+    output = output.unflatten(3, (shared, block_size))
+    return output.transpose(2, 3)
 
 
 def is_fused(device: torch.device, dropout: float) -> bool:

@@ -23,7 +23,6 @@ from dflash.common.version import __version__
 from dflash.drafter import DFlashDraftModel
 
 from .card import model_card
-from .distributed import whole_copy
 from .examples import Example, Prompts, described
 from .settings import Facts
 from .trainer import Trainer
@@ -125,7 +124,7 @@ class Checkpointer:
 
     def save_checkpoint(self) -> None:
         """Replaces the checkpoint in the output with the drafter of this step."""
-        whole = whole_copy(self.trainer.drafter)
+        whole = self.trainer.whole_drafter()
         if self.trainer.is_first:
             with saving("checkpoint", self.output):
                 save_drafter(whole, self.output, self._facts())

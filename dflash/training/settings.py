@@ -235,10 +235,9 @@ class TrainingSettings:
             self._set("recipe", "short" if self.init is None else "paper")
         if self.gamma is not None and self.position_weights is None:
             self._set("position_weights", "decay")
-        for name, value in HEAD_SIZES.get(self.head or "", {}).items():
-            if getattr(self, name) is None:
-                self._set(name, value)
-        for name, value in RECIPES.get(self.recipe, {}).items():
+        sizes = HEAD_SIZES.get(self.head or "", {})
+        usual = sizes | RECIPES.get(self.recipe, {})
+        for name, value in usual.items():
             if getattr(self, name) is None and name not in LATE:
                 self._set(name, value)
 
