@@ -53,10 +53,12 @@ def sample_anchors(
     generator = random.Random(f"{seed}-{epoch}-{index}")
     count = min(num_anchors, len(candidates))
     recorded = sorted(candidates.intersection(rejected))
-    num_recorded = min(round(rejected_share * count), len(recorded))
+    wanted = round(rejected_share * count)
+    num_recorded = min(wanted, len(recorded))
     anchors = generator.sample(recorded, num_recorded)
     remaining = sorted(candidates.difference(anchors))
-    anchors += generator.sample(remaining, count - num_recorded)
+    num_others = count - num_recorded
+    anchors += generator.sample(remaining, num_others)
     return sorted(anchors)
 
 

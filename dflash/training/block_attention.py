@@ -76,14 +76,22 @@ def _fused(
 
     Heads that share keys take turns, so that keys and values are not repeated.
     """
-    sizes = [context_key.shape[2], block_key.shape[3]]
-    context_mask, block_mask = attention_mask.split(sizes, dim=-1)
-    block_mask = block_mask.unflatten(2, (-1, block_key.shape[3]))
+    length = context_key.shape[2]
+    block_size = block_key.shape[3]
+    context_mask, block_mask = attention_mask.split([length, block_size], dim=-1)
+    block_mask = block_mask.unflatten(2, (-1, block_size))
     outputs = []
     for turn in query.unbind(2):
-        # Of strided turns Inductor takes the kernel's strides for constants, and another number of blocks raises.
-        turn = turn.contiguous()
-        output = FusedBlocks.apply(context_key, context_value, context_mask, turn, block_key, block_value, block_mask)
+        output = FusedBlocks.apply(
+            context_key,
+            context_value,
+            context_mask,
+            # Of strided turns Inductor takes the kernel's strides for constants, and another number of blocks raises.
+            turn.contiguous(),
+            block_key,
+            block_value,
+            block_mask,
+        )
         outputs.append(output)
     return torch.stack(outputs, dim=2)
 
@@ -146,15 +154,17 @@ def _attend(
     """The attention output of some blocks."""
     length = context_key.shape[2]
     block_size = block_key.shape[3]
+    blocks_and_rows = rows.shape[2:4]
     flat = rows.flatten(2, 3)
     context_scores = flat @ context_key.mT
-    context_scores = context_scores.unflatten(2, rows.shape[2:4])
+    context_scores = context_scores.unflatten(2, blocks_and_rows)
     own_scores = rows @ block_key.mT
     scores = torch.cat([context_scores, own_scores], dim=-1)  # [B, G, A, H / G * N, S + N]
-    mask = attention_mask.to(scores.dtype)
+    mask = attention_mask.to(scores.dtype).unsqueeze(3)
     by_head = scores.unflatten(3, (-1, block_size))
-    by_head = by_head + mask[:, :, :, None]
-    weights = by_head.flatten(3, 4).softmax(dim=-1)
+    by_head = by_head + mask
+    scores = by_head.flatten(3, 4)
+    weights = scores.softmax(dim=-1)
     weights = weights.to(block_value.dtype)
     if dropout:
         weights = functional.dropout(weights, dropout)

@@ -169,13 +169,16 @@ def _losses_of_rows(
     logits = _wide(head(states))
     wanted = labels[rows].to(logits.device)
     if teacher is None:
-        return functional.cross_entropy(logits, wanted, reduction="none"), logits, wanted
+        losses = functional.cross_entropy(logits, wanted, reduction="none")
+        return losses, logits, wanted
     with torch.no_grad():
-        teacher_logits = _wide(teacher.logits(teacher.states[rows]))
+        teacher_logits = teacher.logits(teacher.states[rows])
+        teacher_logits = _wide(teacher_logits)
         log_p = teacher_logits.to(logits.device).log_softmax(-1)
     log_q = logits.log_softmax(-1)
     divergence = functional.kl_div(log_q, log_p, reduction="none", log_target=True)
-    return divergence.sum(-1), logits, wanted
+    losses = divergence.sum(-1)
+    return losses, logits, wanted
 
 
 class _ChunkedRows(torch.autograd.Function):

@@ -428,7 +428,8 @@ class _Display:
 
     def show_point(self, point: Facts, curve: Sequence[Facts]) -> None:
         """Logs the newest point of the curve, and announces once that tau stays low."""
-        taus = [point["tau"] for point in curve[-FLAT_POINTS:] if "tau" in point]
+        newest = curve[-FLAT_POINTS:]
+        taus = [point["tau"] for point in newest if "tau" in point]
         if not self._is_warned and _is_flat(taus):
             self._is_warned = True
             settings = self._trainer.settings

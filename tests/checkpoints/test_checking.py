@@ -738,7 +738,7 @@ FIELDS = (
 
 
 @settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @example({"dflash_config": {"a.b": 1, ".": 2}, "rope_theta": 1.0}, False)  # names with dots
 @given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5), st.booleans())
