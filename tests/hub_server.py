@@ -6,7 +6,7 @@ it holds, found by branch or by id.
 
     with Hub() as hub:
         commit = hub.add("org/name", folder)
-        ...  # a process with HF_ENDPOINT=hub.url
+        ...  # a process with HF_ENDPOINT=hub.url, or this one in the body of `client_of`
         assert hub.requests[-1].status == 200
 """
 
@@ -18,11 +18,14 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlparse
+
+import pytest
 
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".pt")
@@ -89,6 +92,27 @@ class Request:
     sent: int
     range: str | None
     token: str | None
+
+
+@contextmanager
+def client_of(url: str, home: Path, token: str | None = None) -> Iterator[None]:
+    """Makes this process a client of the hub at `url` in the body, with its cache and its token at `home`."""
+    from huggingface_hub import constants, hf_api, utils
+
+    reset_sessions = getattr(utils, "reset_sessions", lambda: None)  # before 1.0 a session stays offline, or online
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # large files by LFS: the server does not speak Xet
+        patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "ENDPOINT", url)
+        patch.setattr(hf_api.api, "endpoint", url)
+        patch.setenv("HF_TOKEN", token or "")
+        reset_sessions()
+        yield
+    reset_sessions()
 
 
 class Hub:

@@ -18,7 +18,8 @@ from typing import Any, TextIO
 # Starts processes that may train: copies of one that has imported and done nothing else. Autograd does not survive the copying
 # of a process that used a GPU.
 FRESH = multiprocessing.get_context("forkserver")
-FRESH.set_forkserver_preload(["torch", "transformers", "accelerate", "torch.distributed.tensor", "dflash.training"])
+# `dflash.training` alone would import nothing: its names are imported on first use.
+FRESH.set_forkserver_preload(["pytest", "torch.distributed.tensor", "dflash.training.run"])
 
 
 class Forked:

@@ -13,6 +13,7 @@ from .folders import check_replaceable, save_checkpoint
 from .licences import carried_licence
 from .rules import check
 from .rules.findings import RETRAIN, summary
+from .rules.pair_rules import SHARED_SIZES
 
 
 CONVERT = "Use `dflash convert`, which writes it for this library"
@@ -48,11 +49,7 @@ def convert_checkpoint(
         _complete(drafter.config, target, trust_remote_code)
     if not drafter.config.vocab_size:
         raise ValueError(f"The config.json of {source} does not say vocab_size: pass target (--target).")
-    licence, files = carried_licence(os.fspath(source), kwargs.get("revision"))
-    if licence.name is not None:
-        target_name = None if target is None else str(target)
-        card = drafter_card(drafter.config, folder.name, target_name, licence.front_matter)
-        files["README.md"] = card.encode()
+    files = _files_beside(drafter.config, source, folder.name, target, kwargs.get("revision"))
     return save_checkpoint(drafter, folder, files=files)
 
 
@@ -83,9 +80,7 @@ def export_checkpoint(
         if value:
             raise ValueError(f"{name}={value}: this drafter has {what}. {CONVERT}.")
     _complete(drafter.config, target, trust_remote_code)
-    licence, files = carried_licence(os.fspath(source), kwargs.get("revision"))
-    card = drafter_card(drafter.config, folder.name, str(target), licence.front_matter)
-    files["README.md"] = card.encode()
+    files = _files_beside(drafter.config, source, folder.name, target, kwargs.get("revision"), has_card=True)
     return save_checkpoint(drafter, folder, files=files, inspect=partial(_refuse_failing, source, str(target)))
 
 
@@ -125,6 +120,23 @@ def _read(source: str | os.PathLike[str], folder: Path, **kwargs: Any) -> DFlash
     return drafter
 
 
+def _files_beside(
+    config: Any,
+    source: str | os.PathLike[str],
+    name: str,
+    target: str | os.PathLike[str] | None,
+    revision: str | None,
+    has_card: bool = False,
+) -> dict[str, bytes]:
+    """The licence and the record of a training run that go with a copy, and its card if it states a licence or `has_card`."""
+    licence, files = carried_licence(os.fspath(source), revision)
+    if has_card or licence.name is not None:
+        target_name = None if target is None else str(target)
+        card = drafter_card(config, name, target_name, licence.front_matter)
+        files["README.md"] = card.encode()
+    return files
+
+
 def _complete(config: Any, target: str | os.PathLike[str], trust_remote_code: bool) -> None:
     """Completes a drafter's config from its target's; ValueError if they contradict each other."""
     from transformers import AutoConfig
@@ -134,11 +146,8 @@ def _complete(config: Any, target: str | os.PathLike[str], trust_remote_code: bo
         target_config = loaded.get_text_config(decoder=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"The config of the target {target} cannot be read: {first_line(error)}") from error
-    for name, value in (
-        ("hidden_size", target_config.hidden_size),
-        ("vocab_size", target_config.vocab_size),
-        ("num_target_layers", target_config.num_hidden_layers),
-    ):
+    for name, its_name in SHARED_SIZES.items():
+        value = getattr(target_config, its_name)
         own = getattr(config, name)
         if own and own != value:
             raise ValueError(

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from filecmp import cmp
+from filecmp import cmpfiles
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,12 +18,14 @@ from .folders import DRAFTERS, save_checkpoint, written_aside
 from .licences import read_card
 from .publishing import CARD, PAIR, SECRETS, TRAINING_STATE, working_report
 from .rules.checkpoint_files import downloaded, local_folder, read_json
+from .rules.file_rules import OWN_CODE
 
 
 if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel
 
 
+DOOR_CODE = "pair_dflash.py"  # of the package: the `generate` of a pair
 AUTO_CLASS = "AutoModelForCausalLM"
 AUTO_MAP = {AUTO_CLASS: "custom_generate/generate.DraftedModel"}
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -275,19 +277,14 @@ def _is_ours(config: Mapping[str, Any]) -> bool:
 
 def _code() -> list[Path]:
     """The files of code that a drafter's checkpoint holds."""
-    import dflash.model
-
-    folder = Path(str(dflash.model.__file__)).parent
-    return [path for path in sorted(folder.glob("*_dflash.py")) if path.name != "pair_dflash.py"]
+    return [path for path in sorted(OWN_CODE.glob("*_dflash.py")) if path.name != DOOR_CODE]
 
 
 def _has_this_code(folder: Path) -> bool:
     """Whether a drafter's folder holds the code of this version."""
-    for path in _code():
-        copy = folder / path.name
-        if not copy.is_file() or not cmp(path, copy, shallow=False):
-            return False
-    return True
+    names = [path.name for path in _code()]
+    equal, _, _ = cmpfiles(OWN_CODE, folder, names, shallow=False)
+    return equal == names
 
 
 def _place_drafter(name: str, source: Path, pair: Path, is_on_hub: bool = False) -> dict[str, str]:
@@ -303,11 +300,8 @@ def _place_drafter(name: str, source: Path, pair: Path, is_on_hub: bool = False)
 
 def _write_door(folder: Path, content: Mapping[str, Any]) -> None:
     """Writes `generate` and what leads to it: the auto class in config.json, and dflash.json with this package's version."""
-    import dflash.model
-
     (folder / "custom_generate").mkdir()
-    door = Path(str(dflash.model.__file__)).with_name("pair_dflash.py")
-    shutil.copyfile(door, folder / "custom_generate" / "generate.py")
+    shutil.copyfile(OWN_CODE / DOOR_CODE, folder / "custom_generate" / "generate.py")
     config = _config(folder, "The target")
     if _loads_by_auto_class(config):
         # Tools load a model by the first architecture that transformers has, or by AutoModelForCausalLM.

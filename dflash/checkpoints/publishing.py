@@ -138,8 +138,14 @@ def plan_publication(
             raise ValueError(
                 f"{file.path} holds what looks like a secret key: take it out, and revoke it if it is one."
             )
-    in_order = tuple(files[name] for name in sorted(files))
-    publication = Publication(repo_id, in_order, tuple(written), tuple(left_out), report, is_pair)
+    publication = Publication(
+        repo_id,
+        tuple(files[name] for name in sorted(files)),
+        tuple(written),
+        tuple(left_out),
+        report,
+        is_pair,
+    )
     publication.card  # noqa: B018  (refused here rather than by the Hub)
     return publication
 
@@ -234,9 +240,11 @@ def working_report(folder: str | Path, target: str | None = None, name: str | Pa
     ours = next(verdict for verdict in report.verdicts if verdict.engine == "remote-code")
     if ours.verdict == "fails":
         first = ours.findings[0]
+        why = first.why.rstrip(".")
+        fix = first.fix.rstrip(".")
+        checked = shlex.quote(str(name or folder))
         raise ValueError(
-            f"{first.field} keeps this checkpoint from working in {ours.name} ({first.why.rstrip('.')}): "
-            f"{first.fix.rstrip('.')}; `dflash check {shlex.quote(str(name or folder))}` says all."
+            f"{first.field} keeps this checkpoint from working in {ours.name} ({why}): {fix}; `dflash check {checked}` says all."
         )
     return report
 

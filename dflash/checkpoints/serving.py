@@ -99,14 +99,19 @@ def refuse_unfit(engine: str, target: str, drafter: str, block_size: int | None 
     errors = [finding for finding in verdict.findings if finding.severity == "error"]
     if errors:
         first = errors[0]
-        field = first.field if first.value is None else f"{first.field}={first.value!r}"
-        more = f" `dflash check` shows {len(errors) - 1} more." if len(errors) > 1 else ""
+        num_others = len(errors) - 1
+        field = first.field
+        if first.value is not None:
+            field += f"={first.value!r}"
+        more = f" `dflash check` shows {num_others} more." if num_others else ""
         raise ValueError(
             f"{verdict.name} cannot serve {drafter}: {field} ({first.file}): {first.why} Remedy: {first.fix} "
             f"--no-check serves it nevertheless.{more}"
         )
-    if block_size is not None and block_size > declared_block_size(drafter):
-        trained = declared_block_size(drafter)
+    if block_size is None:
+        return
+    trained = declared_block_size(drafter)
+    if block_size > trained:
         raise ValueError(
             f"--block-size {block_size} is more than the {trained} that {drafter} was trained with: leave it out, or "
             "serve it nevertheless with --no-check."

@@ -87,6 +87,14 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "; ".join(differing)
 
 
+def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ValueError if the settings of a run to resume differ from those of `before`."""
+    changed = changes(before, now)
+    if changed:
+        remedy = "give the same, choose another output, or pass overwrite (--overwrite) to begin anew"
+        raise ValueError(f"The run to resume had other settings ({changed}): {remedy}.")
+
+
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

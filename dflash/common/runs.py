@@ -11,6 +11,12 @@ def _ignore(*progress: Any) -> None:
     """Nobody is told."""
 
 
+def refuse_both(resume: bool, overwrite: bool) -> None:
+    """Raises ValueError if a run is to go on and to begin anew."""
+    if resume and overwrite:
+        raise ValueError("resume and overwrite are both given: go on with the run, or begin anew.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The processes of a run, and what its caller does beside it."""

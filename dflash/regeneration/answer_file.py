@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash.common.files import check_writable, write_text
-from dflash.common.json_lines import JsonLines, changes, whole_lines
+from dflash.common.json_lines import JsonLines, refuse_changes, whole_lines
 from dflash.common.manifest import manifest_path, read_manifest
+from dflash.common.runs import refuse_both
 
 
 class Line(NamedTuple):
@@ -34,8 +35,7 @@ def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False)
     """
     if path.suffix != ".jsonl" or path.is_dir():
         raise ValueError(f"The output {path} must be a file that ends in .jsonl, which is how training reads it.")
-    if resume and overwrite:
-        raise ValueError("resume and overwrite are both given: go on with the run, or begin anew.")
+    refuse_both(resume, overwrite)
     check_writable(path)
     manifest = manifest_path(path)
     if not manifest.exists() and JsonLines(path).parts():
@@ -69,12 +69,7 @@ class AnswerFile(JsonLines):
         fewer = before.get("samples")
         if fewer is not None and (samples is None or samples > fewer):
             before["samples"] = samples
-        changed = changes(before, self._settings)
-        if changed:
-            raise ValueError(
-                f"The run to resume had other settings ({changed}): give the same, choose another output, or pass overwrite "
-                "(--overwrite) to begin anew."
-            )
+        refuse_changes(before, self._settings)
 
     def begin(self, overwrite: bool, facts: dict[str, Any]) -> None:
         """Deletes temporary files of a killed run and, with `overwrite`, the older run; writes the manifest. Called by the first process."""

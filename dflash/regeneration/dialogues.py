@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash.common.plain_text import check_text
-from dflash.training import FORMS, chat_messages, encode_prompt, sharegpt_messages
+from dflash.training import FORMS, chat_messages, encode_prompt, messages_of
 
 
 Messages = list[dict[str, Any]]
@@ -193,20 +193,17 @@ def as_dialogue(
     prompt = row.get("prompt")
     if row.get("prompt_ids") is not None:
         return plain(row["prompt_ids"])
-    if row.get("messages") is not None:
-        messages = chat_messages(row["messages"])
-    elif row.get("conversations") is not None:
-        messages = sharegpt_messages(row["conversations"])
-    elif isinstance(prompt, str):
+    messages = messages_of(row)
+    if messages is None and isinstance(prompt, str):
         if not getattr(tokenizer, "chat_template", None):
             return plain(encode_prompt(prompt, tokenizer), prompt=prompt)
         messages = [{"role": "user", "content": prompt}]
-    elif prompt is not None:
+    elif messages is None and prompt is not None:
         messages = chat_messages(prompt)
-    elif isinstance(row.get("text"), str):
+    elif messages is None and isinstance(row.get("text"), str):
         check_text(row["text"], "it")
         return plain(tokenizer(row["text"])["input_ids"][:num_prompt_tokens])
-    else:
+    if messages is None:
         columns = sorted(key for key, value in row.items() if value is not None)
         raise ValueError(f"its columns {columns} ask nothing: give {FORMS}.")
     questions = _questions(messages)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.common.manifest import manifest_path
+from dflash.common.messages import Announce, say_nothing
 from dflash.common.processes import Processes
 from dflash.training import read_rows
 
@@ -21,7 +22,7 @@ def answer_sources(
     settings: RegenerationSettings,
     target_name: str,
     overwrite: bool = False,
-    announce: Callable[[str], None] = lambda sentence: None,
+    announce: Announce = say_nothing,
     watch: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[str]:
     """The sources, each that holds no answers replaced by a trace of the target's own, which a pair writes into `folder`.

@@ -53,10 +53,12 @@ def sample_anchors(
     generator = random.Random(f"{seed}-{epoch}-{index}")
     count = min(num_anchors, len(candidates))
     recorded = sorted(candidates.intersection(rejected))
-    num_recorded = min(round(rejected_share * count), len(recorded))
+    wanted = round(rejected_share * count)
+    num_recorded = min(wanted, len(recorded))
     anchors = generator.sample(recorded, num_recorded)
     remaining = sorted(candidates.difference(anchors))
-    anchors += generator.sample(remaining, count - num_recorded)
+    num_others = count - num_recorded
+    anchors += generator.sample(remaining, num_others)
     return sorted(anchors)
 
 
@@ -220,14 +222,20 @@ def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: 
 def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list[list[list[int]]]:
     """The batches of an epoch as sequences of document numbers. The same plan and epoch give the same batches."""
     rng = random.Random(f"batches-{plan.seed}-{epoch}")
-    if plan.pack_length is None:
+    width = plan.pack_length
+    batches = []
+    if width is None:
         padded = list(map(_padded, lengths))
-        batches = batch_indices(padded, plan.batch_tokens, rng)
-        return [[[number] for number in batch] for batch in batches]
-    packed = pack_examples(lengths, plan.pack_length, rng)
-    count = max(1, plan.batch_tokens // plan.pack_length)
-    begins = range(0, len(packed), count)
-    return [packed[begin : begin + count] for begin in begins]
+        for numbers in batch_indices(padded, plan.batch_tokens, rng):
+            alone = [[number] for number in numbers]
+            batches.append(alone)
+        return batches
+    packed = pack_examples(lengths, width, rng)
+    count = max(1, plan.batch_tokens // width)
+    for begin in range(0, len(packed), count):
+        end = begin + count
+        batches.append(packed[begin:end])
+    return batches
 
 
 def epoch_batches(examples: Examples, epoch: int, plan: BatchPlan, first: int = 0) -> Iterator[Batch]:

@@ -4,6 +4,7 @@ All blocks of a sequence are in one forward, and a query sees the context and it
 grows with the square of the number of blocks. Here it grows with the number, and on a CPU scores of the context are not held.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,13 +44,21 @@ def blockwise_attention(
     if scaling is None:
         scaling = size**-0.5
     query = query * scaling
-    query = query.view(batch, groups, heads // groups, -1, block_size, size)  # [B, G, H / G, A, N, E]
-    context_key, block_key = key.split([length, num_rows], dim=2)
-    context_value, block_value = value.split([length, num_rows], dim=2)
-    block_key = block_key.unflatten(2, (-1, block_size))
-    block_value = block_value.unflatten(2, (-1, block_size))
+    query = query.unflatten(1, (groups, -1))
+    query = query.unflatten(3, (-1, block_size))  # [B, G, H / G, A, N, E]
+    sizes = [length, num_rows]
+    context_key, block_key = key.split(sizes, dim=2)
+    context_value, block_value = value.split(sizes, dim=2)
     attend = _fused if is_fused(query.device, dropout) else _in_parts
-    output = attend(query, context_key, context_value, block_key, block_value, attention_mask, dropout)
+    output = attend(
+        query,
+        context_key,
+        context_value,
+        block_key.unflatten(2, (-1, block_size)),
+        block_value.unflatten(2, (-1, block_size)),
+        attention_mask,
+        dropout,
+    )
     output = output.permute(0, 3, 4, 1, 2, 5)  # [B, A, N, G, H / G, E]
     return output.reshape(batch, num_rows, heads, size), None
 
@@ -67,14 +76,22 @@ def _fused(
 
     Heads that share keys take turns, so that keys and values are not repeated.
     """
-    sizes = [context_key.shape[2], block_key.shape[3]]
-    context_mask, block_mask = attention_mask.split(sizes, dim=-1)
-    block_mask = block_mask.unflatten(2, (-1, block_key.shape[3]))
+    length = context_key.shape[2]
+    block_size = block_key.shape[3]
+    context_mask, block_mask = attention_mask.split([length, block_size], dim=-1)
+    block_mask = block_mask.unflatten(2, (-1, block_size))
     outputs = []
     for turn in query.unbind(2):
-        # Of strided turns Inductor takes the kernel's strides for constants, and another number of blocks raises.
-        turn = turn.contiguous()
-        output = FusedBlocks.apply(context_key, context_value, context_mask, turn, block_key, block_value, block_mask)
+        output = FusedBlocks.apply(
+            context_key,
+            context_value,
+            context_mask,
+            # Of strided turns Inductor takes the kernel's strides for constants, and another number of blocks raises.
+            turn.contiguous(),
+            block_key,
+            block_value,
+            block_mask,
+        )
         outputs.append(output)
     return torch.stack(outputs, dim=2)
 
@@ -93,21 +110,31 @@ def _in_parts(
     The backward pass of the latter computes the scores again, so that they are never held whole.
     """
     # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
+    shared = query.shape[2]
+    num_blocks = query.shape[3]
+    block_size = query.shape[4]
     rows = query.transpose(2, 3).flatten(3, 4)
-    mask = attention_mask.unflatten(2, (-1, block_key.shape[3]))
+    mask = attention_mask.unflatten(2, (-1, block_size))
     tensors = (rows, block_key, block_value, mask)
-    context = (context_key, context_value, dropout)
-    batch, groups, num_blocks, num_rows, _ = rows.shape
-    scores_of_block = batch * groups * num_rows * attention_mask.shape[-1]
+    attend = partial(
+        _attend,
+        context_key=context_key,
+        context_value=context_value,
+        dropout=dropout,
+    )
+    num_scores = rows[..., 0].numel() * attention_mask.shape[-1]
+    scores_of_block = num_scores // num_blocks
     at_a_time = max(1, MOST_SCORES // scores_of_block)
     if at_a_time >= num_blocks:
-        output = _attend(*tensors, *context)
+        output = attend(*tensors)
     else:
-        parts = [tensor.split(at_a_time, dim=2) for tensor in tensors]
-        outputs = [checkpoint(_attend, *part, *context, use_reentrant=False) for part in zip(*parts, strict=True)]
+        split_tensors = [tensor.split(at_a_time, dim=2) for tensor in tensors]
+        outputs = []
+        for part in zip(*split_tensors, strict=True):
+            outputs.append(checkpoint(attend, *part, use_reentrant=False))
         output = torch.cat(outputs, dim=2)
-    shared, block_size = query.shape[2], query.shape[4]
-    return output.unflatten(3, (shared, block_size)).transpose(2, 3)
+    output = output.unflatten(3, (shared, block_size))
+    return output.transpose(2, 3)
 
 
 def is_fused(device: torch.device, dropout: float) -> bool:
@@ -127,15 +154,17 @@ def _attend(
     """The attention output of some blocks."""
     length = context_key.shape[2]
     block_size = block_key.shape[3]
+    blocks_and_rows = rows.shape[2:4]
     flat = rows.flatten(2, 3)
     context_scores = flat @ context_key.mT
-    context_scores = context_scores.unflatten(2, rows.shape[2:4])
+    context_scores = context_scores.unflatten(2, blocks_and_rows)
     own_scores = rows @ block_key.mT
     scores = torch.cat([context_scores, own_scores], dim=-1)  # [B, G, A, H / G * N, S + N]
-    mask = attention_mask.to(scores.dtype)
+    mask = attention_mask.to(scores.dtype).unsqueeze(3)
     by_head = scores.unflatten(3, (-1, block_size))
-    by_head = by_head + mask[:, :, :, None]
-    weights = by_head.flatten(3, 4).softmax(dim=-1)
+    by_head = by_head + mask
+    scores = by_head.flatten(3, 4)
+    weights = scores.softmax(dim=-1)
     weights = weights.to(block_value.dtype)
     if dropout:
         weights = functional.dropout(weights, dropout)

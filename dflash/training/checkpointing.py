@@ -23,7 +23,6 @@ from dflash.common.version import __version__
 from dflash.drafter import DFlashDraftModel
 
 from .card import model_card
-from .distributed import whole_copy
 from .examples import Example, Prompts, described
 from .settings import Facts
 from .trainer import Trainer
@@ -125,7 +124,7 @@ class Checkpointer:
 
     def save_checkpoint(self) -> None:
         """Replaces the checkpoint in the output with the drafter of this step."""
-        whole = whole_copy(self.trainer.drafter)
+        whole = self.trainer.whole_drafter()
         if self.trainer.is_first:
             with saving("checkpoint", self.output):
                 save_drafter(whole, self.output, self._facts())
@@ -150,15 +149,18 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Writes the whole curve beside the best checkpoint and deletes the training state."""
-        if self.trainer.is_first:
-            # A kill must not leave half-written files in the checkpoint.
-            aside = self.output.with_name(f".{self.output.name}.partial-{os.getpid()}")
-            with saving("checkpoint", self.output):
-                texts = _texts(self.trainer.drafter.config, self.output.name, self._facts())
-                for name, text in texts.items():
-                    aside.write_text(text, encoding="utf-8")
-                    os.replace(aside, self.output / name)
-            remove_state(state_folder(self.output))
+        if not self.trainer.is_first:
+            return
+        output = self.output
+        # A kill must not leave half-written files in the checkpoint.
+        aside = output.with_name(f".{output.name}.partial-{os.getpid()}")
+        config = self.trainer.drafter.config
+        with saving("checkpoint", output):
+            texts = _texts(config, output.name, self._facts())
+            for name, text in texts.items():
+                aside.write_text(text, encoding="utf-8")
+                os.replace(aside, output / name)
+        remove_state(state_folder(output))
 
     def _facts(self) -> Facts:
         self._read_clock()

@@ -54,15 +54,27 @@ def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Ex
         return example
     if "completion" in row:
         return _encode_completion(row["prompt"], row["completion"], tokenizer, template_kwargs)
-    if "messages" in row:
-        return _encode_chat(chat_messages(row["messages"]), tokenizer, template_kwargs)
-    if "conversations" in row:
-        return _encode_chat(sharegpt_messages(row["conversations"]), tokenizer, template_kwargs)
+    messages = messages_of(row)
+    if messages is not None:
+        return _encode_chat(messages, tokenizer, template_kwargs)
     if isinstance(row.get("text"), str):
         input_ids = _token_ids(row["text"], tokenizer)
         input_ids += _end(tokenizer)
         return with_response(input_ids[:1], input_ids[1:])
     raise ValueError(f"A row with the columns {sorted(row)} cannot be trained on: give {FORMS}.")
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Facts] | None:
+    """The messages of a chat, which ShareGPT calls conversations; `None` for a row that is no chat."""
+    if row.get("messages") is not None:
+        return chat_messages(row["messages"])
+    if row.get("conversations") is None:
+        return None
+    messages = []
+    for turn in chat_messages(row["conversations"]):
+        role = turn["from"]
+        messages.append({"role": SHAREGPT_ROLES.get(role, role), "content": turn["value"]})
+    return messages
 
 
 def chat_messages(messages: Any) -> list[Facts]:
@@ -77,15 +89,6 @@ def chat_messages(messages: Any) -> list[Facts]:
             if isinstance(value, str):
                 check_text(value, "a message")
     return [dict(message) for message in messages]
-
-
-def sharegpt_messages(turns: Any) -> list[Facts]:
-    """ShareGPT's turns as chat messages."""
-    messages = []
-    for turn in chat_messages(turns):
-        role = turn["from"]
-        messages.append({"role": SHAREGPT_ROLES.get(role, role), "content": turn["value"]})
-    return messages
 
 
 def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, template_kwargs: Facts) -> Example:
@@ -250,8 +253,9 @@ def encoded(
         if num_usable == wanted.samples:
             return
         if number == SEARCHED_ROWS and not num_usable:
-            upper = "" if wanted.longest is None else f" to {wanted.longest}"
-            lengths = f"{wanted.shortest}{upper}" if upper else f"at least {wanted.shortest}"
+            lengths = f"at least {wanted.shortest}"
+            if wanted.longest is not None:
+                lengths = f"{wanted.shortest} to {wanted.longest}"
             raise ValueError(
                 f"None of the first {number:,} rows of {name} is usable ({lengths} tokens, two supervised ones in "
                 "a row): give longer answers, a smaller block_size or another min_length."

@@ -28,5 +28,5 @@ def computes_in_bf16() -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if torch.accelerator.is_available() and not is_cpu_alone():
         return True
-    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: Any = torch.cpu.get_capabilities()
     return capabilities.get("architecture") != "x86_64" or any(map(capabilities.get, BF16_INSTRUCTIONS))

@@ -109,14 +109,18 @@ def join_gradients(
     """
     wish = counts.loss_sum.new_tensor(float(stop))
     figures = torch.stack([counts.loss_sum, counts.weight_sum, wish])
-    gradients: list[Any] = [parameter.grad for parameter in drafter.parameters()]
-    gradients = [gradient for gradient in gradients if gradient is not None]
+    gradients: list[Any] = []
+    for parameter in drafter.parameters():
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
     if is_sharded(drafter):
         figures = accelerator.reduce(figures, reduction="sum")
     elif accelerator.num_processes > 1:
         parts = [*map(torch.flatten, gradients), figures]
-        total = accelerator.reduce(torch.cat(parts), reduction="sum")
-        *sums, figures = total.split([len(part) for part in parts])
+        message = torch.cat(parts)
+        total = accelerator.reduce(message, reduction="sum")
+        sizes = [len(part) for part in parts]
+        *sums, figures = total.split(sizes)
         for gradient, values in zip(gradients, sums, strict=True):
             gradient.copy_(values.view_as(gradient))
     loss_sum, weight_sum, num_stopping = figures.tolist()
@@ -124,11 +128,6 @@ def join_gradients(
     for gradient in gradients:
         gradient /= weight_sum
     return loss_sum / weight_sum, num_stopping > 0
-
-
-def join_counts(accelerator: Accelerator, counts: DraftCounts) -> DraftCounts:
-    """The counts of all processes."""
-    return counts.each(lambda count: accelerator.reduce(count, reduction="sum"))
 
 
 def counts_of_each(accelerator: Accelerator, counts: DraftCounts) -> dict[str, Tensor]:

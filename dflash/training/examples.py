@@ -76,12 +76,11 @@ class Example:
             "input_ids": numpy.asarray(self.token_array),
             "loss_mask": numpy.asarray(self.mask_array),
             "rejected": numpy.asarray(self.rejected),
-            "length": len(self),
         }
 
 
 class ExampleTable(Sequence[Example]):
-    """The examples of a table of `datasets`. Each access reads an example from the mapped file; lengths are read from a column."""
+    """The examples of a table of `datasets`. Each access reads an example from the mapped file."""
 
     def __init__(self, table: Any) -> None:
         self.table = table.with_format("arrow")
@@ -97,7 +96,6 @@ class ExampleTable(Sequence[Example]):
                 "input_ids": datasets.List(ids),
                 "loss_mask": datasets.List(mask),
                 "rejected": datasets.List(ids),
-                "length": ids,
             }
         )
 
@@ -111,10 +109,10 @@ class ExampleTable(Sequence[Example]):
         columns = [row.column(name)[0].values for name in ("input_ids", "loss_mask", "rejected")]
         return Example(*(column.to_numpy().tobytes() for column in columns))
 
-    def lengths(self) -> list[int]:
-        """The length of each example."""
-        lengths = self.table.select_columns("length")[:]
-        return lengths.column("length").to_pylist()
+    def lengths_in(self, name: str) -> Any:
+        """The length of each example's list in a column, as an array of pyarrow: the lists are not read."""
+        column = self.table.select_columns(name)[:].column(name)
+        return compute.list_value_length(column)
 
 
 Examples = Sequence[Example]
@@ -124,7 +122,7 @@ Prompts = Sequence[Sequence[int]]  # their token ids
 def lengths_of(sequences: Sequence[Sized]) -> list[int]:
     """The length of each sequence; the examples of a table are not read."""
     if isinstance(sequences, ExampleTable):
-        return sequences.lengths()
+        return sequences.lengths_in("input_ids").to_pylist()
     return list(map(len, sequences))
 
 
@@ -132,9 +130,8 @@ def has_rejected(examples: Examples) -> bool:
     """Whether an example has anchors of drafts that verification rejected; the examples of a table are not read."""
     if not isinstance(examples, ExampleTable):
         return any(example.rejected for example in examples)
-    rejected = examples.table.select_columns("rejected")[:]
-    counts = compute.list_value_length(rejected.column("rejected"))
-    return (compute.max(counts).as_py() or 0) > 0
+    most = compute.max(examples.lengths_in("rejected")).as_py()
+    return bool(most)
 
 
 def selected(examples: Examples, places: Iterable[int]) -> Examples:

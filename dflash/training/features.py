@@ -60,16 +60,17 @@ class CachedFeatures:
         return TargetStates(features, self._read("last_hidden_state", batch) if wants_states else None)
 
     def _read(self, name: str, batch: Batch) -> Tensor:
-        input_ids = batch.input_ids
-        _, width = self._shards[0].get_slice(name).get_shape()
-        states = torch.zeros(*input_ids.shape, width)
+        shards = [shard.get_slice(name) for shard in self._shards]
+        _, width = shards[0].get_shape()
+        states = torch.zeros(*batch.input_ids.shape, width)
         for sequence, columns in documents_of(batch):
-            key = key_of(input_ids[sequence, columns].tolist())
-            shard, begin, length = self._documents[key]
+            token_ids = batch.input_ids[sequence, columns]
+            key = key_of(token_ids.tolist())
+            number, begin, length = self._documents[key]
             end = begin + length
-            rows = self._shards[shard].get_slice(name)
-            states[sequence, columns] = rows[begin:end].float()
-        return states.to(input_ids.device)
+            rows = shards[number][begin:end]
+            states[sequence, columns] = rows.float()
+        return states.to(batch.input_ids.device)
 
 
 def facts_of(target: FrozenTarget, examples: Examples, wants_states: bool, precision: str = "no") -> Facts:

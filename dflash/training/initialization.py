@@ -125,14 +125,16 @@ def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     """
     config = drafter.config
     layers = decoder_layers(target)
-    gain = max(1.0, (HEAD_DIM / config.head_dim) ** 0.25)
+    width_ratio = HEAD_DIM / config.head_dim
+    gain = max(1.0, width_ratio**0.25)
     last = len(layers) - 1
     num_strides = max(1, len(drafter.layers) - 1)
     with torch.no_grad():
         for place, layer in enumerate(drafter.layers):
             number = round(place * last / num_strides)
+            source = layers[number]
             for name, weight in layer.named_parameters():
-                is_copied = _copy(layers[number], name, weight)
+                is_copied = _copy(source, name, weight)
                 if not is_copied and name.endswith(NORMS_OF_SCORES):
                     weight.fill_(gain)
         _copy(target.get_decoder(), "norm.weight", drafter.norm.weight)

@@ -131,15 +131,22 @@ def _masks(context: _Places, anchors: _Places, config: DFlashConfig, attention: 
     anchor_positions, blocks, documents = places  # [B, R]
     offsets = torch.arange(block_size, device=blocks.device)
     num_anchors = anchors.blocks.shape[1]
-    queries = _Places(anchor_positions + offsets.repeat(num_anchors), blocks, documents)
-    pairs = zip(context, queries, strict=True)
-    keys = _Places(*(torch.cat(pair, dim=1) for pair in pairs))
+    positions = anchor_positions + offsets.repeat(num_anchors)
+    queries = _Places(positions, blocks, documents)
+    joined = [torch.cat(pair, dim=1) for pair in zip(context, queries, strict=True)]
+    keys = _Places(*joined)
     masks: Facts = {}
     for layer, layer_type in enumerate(config.layer_types):
-        if layer_type not in masks:
-            is_causal, window = config.is_layer_causal(layer), config.layer_window(layer)
-            visible = _visibility(queries, keys, anchor_positions, is_causal, window)
-            masks[layer_type] = _mask(visible, queries, keys, block_size, attention)
+        if layer_type in masks:
+            continue
+        visible = _visibility(
+            queries,
+            keys,
+            anchor_positions,
+            config.is_layer_causal(layer),
+            config.layer_window(layer),
+        )
+        masks[layer_type] = _mask(visible, queries, keys, block_size, attention)
     return keys.positions, masks
 
 

@@ -40,25 +40,18 @@ SHORTEST_PROMPT = 8
 # Settings that change a drafter of `init`, and settings that add a part to it. A part begins without effect (convolutions,
 # Domino's and DSpark's heads) or with little (the selector). All other settings of a shape are for new drafters.
 CHANGEABLE = ("block_size", "mask_token_id", "is_causal")
-ADDABLE = (
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
-    "gru_hidden_dim",
-    "emb_dim",
-    "pure_draft_prefix_len",
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-)
 NOT_A_SHAPE = ("init", "head", "confidence", "from_target", "freeze_init", "sliding_window", *CHANGEABLE)
-SHAPE = [
-    setting.name
-    for setting in fields(TrainingSettings)
-    if setting.metadata["topic"] in (DRAFTER, PARTS) and setting.name not in NOT_A_SHAPE
-]
+CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")  # what `confidence` adds
+
+
+def _shape_settings(topic: str) -> list[str]:
+    """The names of the settings of a topic that are fields of a drafter's config."""
+    names = [setting.name for setting in fields(TrainingSettings) if setting.metadata["topic"] == topic]
+    return [name for name in names if name not in NOT_A_SHAPE]
+
+
+ADDABLE = [*_shape_settings(PARTS), *CONFIDENCE]
+SHAPE = [*_shape_settings(DRAFTER), *_shape_settings(PARTS)]
 # Ways to spread a model over devices.
 WAYS_TO_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -161,16 +154,18 @@ def load(
         ends,
     )
     ready = Prepared(model, tokenizer, drafter, [], [], init_weights)
-    for place, (source, _) in enumerate(bounds):
-        tables[place] = _usable(
+    usable_tables = [
+        _usable(
             source,
-            tables[place],
+            table,
             target,
             ready,
             settings,
             announce,
         )
-    return ready, tables
+        for (source, _), table in zip(bounds, tables, strict=True)
+    ]
+    return ready, usable_tables
 
 
 def _read(
@@ -334,7 +329,7 @@ def make_drafter(
     if "gru_hidden_dim" in shape:
         shape.setdefault("pure_draft_prefix_len", 1)
     if settings.confidence:  # which reads the token before, as published ones do
-        shape |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+        shape |= dict.fromkeys(CONFIDENCE, True)
     if start is not None:
         return _changed_drafter(target, settings, start, shape, changes)
     config = text_config(target)

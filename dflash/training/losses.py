@@ -7,7 +7,7 @@ Figures are kept as sum and count, so that they do not depend on how data was cu
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from .settings import Facts
+from .settings import Facts, LossName
 
 
 # Logits of a chunk: 256 MiB in fp32.
@@ -24,9 +24,9 @@ CHUNK_LOGITS = 2**26
 # The paper's decay for its block sizes.
 PAPER_GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
 
-# Names of the losses that `_losses_of_rows` computes; `settings.LossName` is the flag.
+# Names of the losses that `_losses_of_rows` computes.
 # ce, as in the paper: -log q(token of the data). forward_kl, as in JetSpec: KL(p || q) of the target's p and the drafter's q.
-LOSSES = ("ce", "forward_kl")
+LOSSES = get_args(LossName)
 
 Head = Callable[[Tensor], Tensor]
 # From the drafter's probability of each label [G, P] and whether it is learned [G, P] to its weight [G, P].
@@ -169,13 +169,16 @@ def _losses_of_rows(
     logits = _wide(head(states))
     wanted = labels[rows].to(logits.device)
     if teacher is None:
-        return functional.cross_entropy(logits, wanted, reduction="none"), logits, wanted
+        losses = functional.cross_entropy(logits, wanted, reduction="none")
+        return losses, logits, wanted
     with torch.no_grad():
-        teacher_logits = _wide(teacher.logits(teacher.states[rows]))
+        teacher_logits = teacher.logits(teacher.states[rows])
+        teacher_logits = _wide(teacher_logits)
         log_p = teacher_logits.to(logits.device).log_softmax(-1)
     log_q = logits.log_softmax(-1)
     divergence = functional.kl_div(log_q, log_p, reduction="none", log_target=True)
-    return divergence.sum(-1), logits, wanted
+    losses = divergence.sum(-1)
+    return losses, logits, wanted
 
 
 class _ChunkedRows(torch.autograd.Function):

@@ -5,7 +5,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dflash.common.messages import counted
+from dflash.common.messages import Announce, counted, say_nothing
 from dflash.common.stopwatch import seconds_of
 from dflash.model.generation_dflash import generate_blocks
 
@@ -33,7 +33,7 @@ def rehearse(
     target: str,
     data: Source | Sequence[Source],
     settings: TrainingSettings,
-    announce: Callable[[str], None] = lambda sentence: None,
+    announce: Announce = say_nothing,
 ) -> Iterator[str]:
     """Lines on what [`train_drafter`] would take with these arguments, of the first process alone; nothing is written.
 
@@ -62,8 +62,9 @@ def _described(ready: Prepared, settings: TrainingSettings, trainer: Trainer) ->
     batches = trainer.batches_per_epoch
     tokens = sum(len(example) for example in ready.examples)
     supervised = sum(sum(example.mask_array) for example in ready.examples)
+    epochs = trainer.num_steps / batches
     yield f"recipe    {settings.recipe_text()}: {trainer.rates}, weights {settings.position_weights}"
-    yield f"steps     {trainer.num_steps:,} ({trainer.num_steps / batches:.1f} epochs of {batches:,} batches)"
+    yield f"steps     {trainer.num_steps:,} ({epochs:.1f} epochs of {batches:,} batches)"
     yield (
         f"data      {counted(len(ready.examples), 'sequence')}, {tokens:,} tokens an epoch, {supervised:,} "
         f"supervised; {counted(len(ready.held_out), 'held-out prompt')}"

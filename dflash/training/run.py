@@ -19,6 +19,7 @@ from transformers.utils import logging
 from dflash.checkpoints import check_replaceable, read_licence
 from dflash.common.files import check_writable, followed, only_writer
 from dflash.common.fingerprints import model_fingerprint
+from dflash.common.json_lines import refuse_changes
 from dflash.common.messages import Announce, say_nothing
 from dflash.common.processes import PATIENCE
 from dflash.common.provenance import public_name
@@ -36,7 +37,7 @@ from .settings import Facts, TrainingSettings
 from .size_estimate import oversize
 from .sources import Source
 from .trainer import StepFigures, Trainer
-from .training_state import clear_leftovers, find_run, read_tensors, refuse_changes, state_folder
+from .training_state import Claim, clear_leftovers, find_run, read_tensors, state_folder
 from .uploading import Uploads, check_upload
 
 
@@ -59,15 +60,6 @@ class Goal:
     def is_better(self, point: Facts, record: TrainingRecord) -> bool:
         """Whether the weights at `point` are better than the best ones of `record`."""
         return not self.held_out or point["tau"] > record.best_tau
-
-
-@dataclass(frozen=True)
-class Claim:
-    """The folder of a run, and the facts of an unfinished run in it to go on from, or of a finished one."""
-
-    output: Path
-    saved: Facts | None
-    finished: Facts | None
 
 
 @dataclass(frozen=True)
@@ -355,15 +347,7 @@ def claimed(output: Source, settings: TrainingSettings, resume: bool, overwrite:
                 stack.enter_context(only_writer(folder))
                 clear_leftovers(folder)
                 clear_leftovers(state_folder(folder))
-                claim = Claim(
-                    folder,
-                    *find_run(
-                        folder,
-                        settings,
-                        resume,
-                        overwrite,
-                    ),
-                )
+                claim = find_run(folder, settings, resume, overwrite)
                 if claim.finished is None:
                     check_upload(settings)
                 answers = [claim]
@@ -444,7 +428,8 @@ class _Display:
 
     def show_point(self, point: Facts, curve: Sequence[Facts]) -> None:
         """Logs the newest point of the curve, and announces once that tau stays low."""
-        taus = [point["tau"] for point in curve[-FLAT_POINTS:] if "tau" in point]
+        newest = curve[-FLAT_POINTS:]
+        taus = [point["tau"] for point in newest if "tau" in point]
         if not self._is_warned and _is_flat(taus):
             self._is_warned = True
             settings = self._trainer.settings

@@ -235,10 +235,9 @@ class TrainingSettings:
             self._set("recipe", "short" if self.init is None else "paper")
         if self.gamma is not None and self.position_weights is None:
             self._set("position_weights", "decay")
-        for name, value in HEAD_SIZES.get(self.head or "", {}).items():
-            if getattr(self, name) is None:
-                self._set(name, value)
-        for name, value in RECIPES.get(self.recipe, {}).items():
+        sizes = HEAD_SIZES.get(self.head or "", {})
+        usual = sizes | RECIPES.get(self.recipe, {})
+        for name, value in usual.items():
             if getattr(self, name) is None and name not in LATE:
                 self._set(name, value)
 
@@ -247,7 +246,8 @@ class TrainingSettings:
 
     def _check(self, setting: Field[Any], hint: Any) -> None:
         """Raises ValueError for an empty text, a value of another type, or one below the least value."""
-        name, help = setting.name, setting.metadata["help"]
+        name = setting.name
+        help = setting.metadata["help"]
         least = setting.metadata["least"]
         value = getattr(self, name)
         options = _options(hint)
@@ -258,7 +258,8 @@ class TrainingSettings:
         self._set(name, value)
         if isinstance(value, str) and not value.strip():
             raise ValueError(f"{name} is empty: give a value, or leave it out. {help}")
-        if not any(_fits(value, option) for option in options):
+        is_fit = any(_fits(value, option) for option in options)
+        if not is_fit:
             raise ValueError(f"{name}={value!r} is not {_in_words(hint)}: {help}")
         if value is None:
             return

@@ -1,5 +1,6 @@
 """What a run will take, announced before it begins: its memory, and a drafter that is too large for its target."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -161,18 +162,22 @@ def oversize(drafter: DFlashDraftModel, target: PreTrainedModel, is_trained: boo
 def widest(trainer: Trainer) -> BatchSize:
     """The largest share of a batch in the first epoch."""
     block_size = trainer.drafter.config.block_size
-    num_anchors = trainer.plan.num_anchors
+    plan = trainer.plan
     lengths = lengths_of(trainer.examples)
-    anchors = [len(valid_anchors(example.mask_array)) for example in trainer.examples]
-    blocks = [min(num_anchors, count) for count in anchors]
+    blocks = []
+    for example in trainer.examples:
+        anchors = valid_anchors(example.mask_array)
+        blocks.append(min(plan.num_anchors, len(anchors)))
     sizes = []
-    for batch in epoch_sequences(lengths, 0, trainer.plan):
-        num_sequences = -(-len(batch) // trainer.num_shares)
+    for batch in epoch_sequences(lengths, 0, plan):
+        num_sequences = math.ceil(len(batch) / trainer.num_shares)
         width = _largest_sum(lengths, batch)
-        queries = num_sequences * _largest_sum(blocks, batch) * block_size
+        num_blocks = num_sequences * _largest_sum(blocks, batch)
+        queries = num_blocks * block_size
         pairs = queries * (width + block_size)
         sizes.append((num_sequences * width, queries, pairs))
-    return BatchSize(*map(max, zip(*sizes, strict=True)))
+    largest = map(max, zip(*sizes, strict=True))
+    return BatchSize(*largest)
 
 
 def _largest_sum(values: list[int], batch: list[list[int]]) -> int:

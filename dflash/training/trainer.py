@@ -33,7 +33,6 @@ from .distributed import (
     full_state,
     is_sharded,
     join_acceptances,
-    join_counts,
     join_gradients,
     load_full_state,
     shard_drafter,
@@ -291,7 +290,8 @@ class Trainer:
         accelerator = self.accelerator
         point: Facts = {"step": self.step_number}
         if self.counts is not None:
-            point |= join_counts(accelerator, self.counts).summary()
+            total = self.counts.each(lambda count: accelerator.reduce(count, reduction="sum"))
+            point |= total.summary()
             self.counts = None
         if held_out:
             acceptance = self.acceptance(held_out)

@@ -9,15 +9,16 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from dflash.checkpoints import written_aside
-from dflash.common.json_lines import changes
+from dflash.common.json_lines import refuse_changes
 from dflash.common.messages import first_line
 from dflash.common.provenance import public_name
+from dflash.common.runs import refuse_both
 
 from .settings import Facts, TrainingSettings
 
@@ -87,24 +88,30 @@ def remove_state(folder: Path) -> None:
     clear_leftovers(folder)
 
 
-def find_run(
-    output: Path, settings: TrainingSettings, resume: bool, overwrite: bool
-) -> tuple[Facts | None, Facts | None]:
-    """The facts of an unfinished run in `output`, and those of a finished one; `None` for what is not there or not wanted.
+@dataclass(frozen=True)
+class Claim:
+    """The folder of a run, and the facts of an unfinished run in it to go on from, or of a finished one."""
+
+    output: Path
+    saved: Facts | None = None
+    finished: Facts | None = None
+
+
+def find_run(output: Path, settings: TrainingSettings, resume: bool, overwrite: bool) -> Claim:
+    """What a run in `output` goes on from: an unfinished run, a finished one, or neither.
 
     Raises:
         ValueError: if `output` holds another run and neither `resume` nor `overwrite` is given, or if the run to resume has
             other settings.
     """
-    if resume and overwrite:
-        raise ValueError("resume and overwrite are both given: go on with the run, or begin anew.")
+    refuse_both(resume, overwrite)
     folder = state_folder(output)
     saved, finished = _read_json(folder / FACTS_FILE), _read_json(output / "training.json")
     holds_checkpoint = output.is_dir() and any(output.iterdir())
     if saved is not None and not saved["step"] and not holds_checkpoint:
         saved = None  # it ended before it had made anything
     if overwrite or not (saved or holds_checkpoint):
-        return None, None
+        return Claim(output)
     if not resume:
         raise ValueError(
             f"{output} holds another run: pass resume (--resume) to go on with it, overwrite (--overwrite) to begin anew, "
@@ -112,14 +119,14 @@ def find_run(
         )
     if saved is not None:
         _refuse_other_settings(settings, saved["settings"])
-        return saved, None
+        return Claim(output, saved=saved)
     if finished is None or "curve" not in finished:
         raise ValueError(
             f"{output} holds a checkpoint of no run and no training state ({folder.name}): there is nothing to resume; "
             "choose another output, or pass overwrite (--overwrite)."
         )
     _refuse_other_settings(public_settings(settings), finished["settings"])
-    return None, finished
+    return Claim(output, finished=finished)
 
 
 def _read_json(path: Path) -> Facts | None:
@@ -141,10 +148,3 @@ def _refuse_other_settings(settings: TrainingSettings, saved: Facts) -> None:
     before = TrainingSettings().decisive()  # a setting that is newer than the run had its default
     before |= {name: value for name, value in saved.items() if name in before}
     refuse_changes(before, settings.decisive())
-
-
-def refuse_changes(before: Facts, now: Facts) -> None:
-    """Raises ValueError if a fact that the run to resume depends on has changed."""
-    if changed := changes(before, now):
-        remedy = "give the same, or pass overwrite (--overwrite) to begin anew"
-        raise ValueError(f"The run to resume had other settings ({changed}): {remedy}.")

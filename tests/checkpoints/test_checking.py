@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_models import MASK_TOKEN_ID, make_drafter, save_target
+from tokenizers import Tokenizer
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.checkpoints import ENGINES, Report, check, report_lines
@@ -452,9 +453,10 @@ def test_a_mask_that_text_can_hold(drafter: Path, target_folder: Path) -> None:
 def test_another_mask_token_in_the_tokenizer(portable: Path, target_folder: Path, tmp_path: Path) -> None:
     """SGLang looks a missing id up by this name."""
     target = Path(shutil.copytree(target_folder, tmp_path / "other-target"))
-    tokenizer = json.loads((target / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append({"id": 90, "content": "<|MASK|>", "special": True})
-    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    path = str(target / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_special_tokens(["<|MASK|>"])
+    tokenizer.save(path)
     report = check(portable, str(target))
     assert [(f.rule, f.value) for f in report.findings] == [("pair-mask", MASK_TOKEN_ID)]
 

@@ -1,7 +1,7 @@
 """The real client against a Hub on loopback: pushed by this package, loaded where it cannot be imported.
 
-Each process has its own cache, because the client reads HF_ENDPOINT and HF_HOME when it is imported; a few processes make
-many checks each, because each one imports torch.
+A user's process has its own cache, because the client reads HF_ENDPOINT and HF_HOME when it is imported; a few processes make
+many checks each, because each one imports torch. What has the package runs in this process.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from hub_server import Hub, Request
+from hub_server import Hub, Request, client_of
 from safetensors.torch import load, save
 from scripts import PACKAGE_ROOT, PRELUDE, USERS, WITH_PACKAGE, environment, run_script
 from tiny_models import make_drafter
 
-from dflash.checkpoints import embedded_path, heldout_problems
+from dflash.checkpoints import check, embedded_path, heldout_problems
 
 
 DRAFTER, TARGET = "me/tiny-DFlash", "me/tiny-target"
@@ -139,8 +139,14 @@ print("\\n" + json.dumps(report))
 def push(hub: Hub, folder: Path, python: str = sys.executable) -> str:
     """The commit of the embedded drafter, pushed from `python` with its `push_to_hub`; the target lies there too."""
     hub.add(TARGET, embedded_path("tiny-target"))
-    variables = environment(hub, folder / "home", "loopback-me")
-    run_script(PUSH, folder, python, WITH_PACKAGE, variables, **names(hub))
+    if python == sys.executable:
+        with client_of(hub.url, folder / "home", "loopback-me"), pytest.MonkeyPatch.context() as patch:
+            folder.mkdir()
+            patch.chdir(folder)
+            exec(PUSH, names(hub))
+    else:
+        variables = environment(hub, folder / "home", "loopback-me")
+        run_script(PUSH, folder, python, WITH_PACKAGE, variables, **names(hub))
     return hub.repos[DRAFTER].branches["main"]
 
 
@@ -236,16 +242,6 @@ def test_pushed_then_loaded_without_the_package_then_offline(tmp_path: Path) -> 
         assert "connect to" in again["never loaded"]
 
 
-CHECK = """
-import json
-
-from dflash.checkpoints import check
-
-report = check(DRAFTER)
-print(json.dumps({"name": report.name, "found": [finding.field for finding in report.findings], "ok": report.is_ok}))
-"""
-
-
 def test_a_drafter_of_the_hub_is_checked(tmp_path: Path) -> None:
     """Promise: a name on the Hub gets the folder's report, under its own name; pickles are not fetched."""
     folder = tmp_path / "saved"
@@ -253,10 +249,10 @@ def test_a_drafter_of_the_hub_is_checked(tmp_path: Path) -> None:
     (folder / "optimizer.bin").write_bytes(b"a pickle")
     with Hub(USERS) as hub:
         hub.add(DRAFTER, folder)
-        variables = environment(hub, tmp_path / "home")
-        report = run_script(CHECK, tmp_path / "user", path=WITH_PACKAGE, variables=variables, DRAFTER=DRAFTER)
+        with client_of(hub.url, tmp_path / "home"):
+            report = check(DRAFTER)
         assert not any(request.path.endswith(".bin") for request in hub.bodies())
-    assert report == {"name": "tiny-DFlash", "found": [], "ok": True}
+    assert (report.name, report.findings, report.is_ok) == ("tiny-DFlash", (), True)
 
 
 @pytest.mark.skipif(not os.environ.get("DFLASH_OTHER_PYTHON"), reason="DFLASH_OTHER_PYTHON names no other interpreter")

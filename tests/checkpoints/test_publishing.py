@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hub_server import Hub, Repo
+from hub_server import Hub, Repo, client_of
 from safetensors.torch import load_file, save_file
-from scripts import USERS, WITH_PACKAGE, environment, run_script
+from scripts import USERS
 from tiny_models import make_drafter, make_target
 
 from dflash.checkpoints import make_pair, plan_publication, publish, save_checkpoint
@@ -288,32 +288,8 @@ def test_offline_is_said(folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 
 # With the Hub. One process makes all calls, because the client reads HF_ENDPOINT when it is imported.
 
-CALLS = """
-import io, json, os, sys
-from contextlib import redirect_stderr, redirect_stdout
 
-from huggingface_hub import constants
-
-from dflash.cli import app as cli
-
-answers = []
-for token, endpoint, arguments in CALLS:
-    os.environ.pop("HF_TOKEN", None)
-    if token:
-        os.environ["HF_TOKEN"] = token
-    constants.ENDPOINT = endpoint
-    sys.argv = ["dflash", "publish", *arguments]
-    out, err = io.StringIO(), io.StringIO()
-    try:
-        with redirect_stdout(out), redirect_stderr(err):
-            cli.main()
-    except SystemExit as stopped:
-        answers.append([stopped.code or 0, out.getvalue(), err.getvalue()])
-print(json.dumps({"answers": answers, "torch": "torch" in sys.modules}))
-"""
-
-
-def test_publishing_with_the_hub(folder: Path, tmp_path: Path) -> None:
+def test_publishing_with_the_hub(folder: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
     """Promise: one commit, private if asked, on any branch; the same again makes none; what left the folder leaves too.
 
     And every refusal is one sentence: no token, a wrong one, one without permission, no connection, a public repository.
@@ -341,8 +317,10 @@ def test_publishing_with_the_hub(folder: Path, tmp_path: Path) -> None:
                 ("loopback-me", nobody, [str(folder), REPO]),
                 ("loopback-me", hub.url, [str(folder), "me/public-DFlash", "--private"]),
             ]
-            variables = environment(hub, tmp_path / "home")
-            report = run_script(CALLS, tmp_path / "process", path=WITH_PACKAGE, variables=variables, CALLS=calls)
+            answers = []
+            for token, url, words in calls:
+                with client_of(url, tmp_path / "home", token):
+                    answers.append(run(*words))
             repo, public, paired = (hub.repos[name] for name in (REPO, "me/public-DFlash", "me/tiny-pair"))
 
     main, second = repo.branches["main"], repo.branches["v/2"]
@@ -363,11 +341,11 @@ def test_publishing_with_the_hub(folder: Path, tmp_path: Path) -> None:
     def load_line(commit: str) -> str:
         return f'AutoModel.from_pretrained("{REPO}", trust_remote_code=True, revision="{commit}")\n'
 
-    first, again, branch, _, whole, *refusals = report["answers"]
+    first, again, branch, _, whole, *refusals = answers
     assert 'AutoModelForCausalLM.from_pretrained("me/tiny-pair", trust_remote_code=True' in whole[1]
     assert (first[0], first[1]) == (0, f"{hub.url}/{REPO}\n{load_line(main)}")
-    assert again[:2] == [0, f"Nothing has changed since the last commit.\n{hub.url}/{REPO}\n{load_line(main)}"]
-    assert branch[:2] == [0, f"{hub.url}/{REPO}/tree/v/2\n{load_line(second)}"]
+    assert again[:2] == (0, f"Nothing has changed since the last commit.\n{hub.url}/{REPO}\n{load_line(main)}")
+    assert branch[:2] == (0, f"{hub.url}/{REPO}/tree/v/2\n{load_line(second)}")
     assert [status for status, _, _ in refusals] == [1] * 6
     said = [err for _, _, err in refusals]
     may_not = "the token may not write to me: use one with write access, or another namespace."

@@ -53,7 +53,7 @@ TINY = replace(
     learning_rate=5e-3,
     mixed_precision="no",
     eval_every=6,
-    eval_new_tokens=24,
+    eval_new_tokens=12,
     held_out=2,
     deduplicate=False,
 )
@@ -75,9 +75,10 @@ def answers(folder: Path) -> Path:
     """A trace of the target's answers, as the command's first half writes it; read-only."""
     target, path = make_target(num_hidden_layers=2), folder / "answers.jsonl"
     trace = Trace(path, target, make_tokenizer(), str(folder / "target"))
-    for prompt in PROMPTS * 10:
-        text = greedy(target, torch.tensor([prompt]), max_new_tokens=24)[0].tolist()
-        trace.append(prompt, text[len(prompt) :], [len(prompt) + 3])
+    texts = [greedy(target, torch.tensor([prompt]), max_new_tokens=24)[0].tolist() for prompt in PROMPTS]
+    for text in texts * 10:
+        length = len(PROMPTS[0])
+        trace.append(text[:length], text[length:], [length + 3])
     return path
 
 
@@ -357,13 +358,13 @@ def test_a_run_goes_on_with_its_own_drafter_alone(folder: Path, answers: Path, t
     assert [point["step"] for point in record.curve] == [0, 6, 12]
 
 
-@pytest.mark.parametrize("head", [{"selector_rank": 3, "selector_top_k": 4}, {"gru_hidden_dim": 5, "emb_dim": 4}])
 def test_a_head_alone_is_adapted_and_goes_on_after_a_stop(
-    run: Any, folder: Path, answers: Path, tmp_path: Path, head: dict[str, Any]
+    run: Any, folder: Path, answers: Path, tmp_path: Path
 ) -> None:
     """Promise: the published weights keep their bits, the card names them, and a stop changes nothing."""
-    words = [word for name, value in head.items() for word in (f"--{name.replace('_', '-')}", value)]
-    status, _, err = run(tmp_path / "whole", answers, *words, "--freeze-init")
+    head = {"gru_hidden_dim": 5, "emb_dim": 4}
+    words = ["--gru-hidden-dim", 5, "--emb-dim", 4, "--freeze-init"]
+    status, _, err = run(tmp_path / "whole", answers, *words)
     assert status == 0, err
     facts = json.loads((tmp_path / "whole" / "training.json").read_text())
     published = DFlashDraftModel.from_pretrained(folder / "drafter", dtype=torch.float32)

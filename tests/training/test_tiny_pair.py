@@ -22,14 +22,14 @@ MARK = re.compile(r"<<([^=>]+)=([^>]+)>>")
 
 @pytest.fixture(scope="module")
 def splits():
-    return {split: generate(3000, seed=7, split=split) for split in ("train", "heldout")}
+    return {split: generate(1000, seed=7, split=split) for split in ("train", "heldout")}
 
 
 def test_no_held_out_template_is_ever_trained_on(splits):
     trained = {problem.template for problem in splits["train"]}
     held_out = {problem.template for problem in splits["heldout"]}
     assert not trained & held_out
-    assert len(trained) > 1000
+    assert len(trained) > 500
     assert not {problem.frame for problem in splits["train"]} & set(FRAMES_HELD_OUT)
     assert set(FRAMES_HELD_OUT) <= {problem.frame for problem in splits["heldout"]}
 
@@ -60,7 +60,7 @@ def test_the_second_drafter_is_the_first_one_with_a_head() -> None:
     assert all(torch.equal(weights.pop(name), weight) for name, weight in plain.state_dict().items())
     assert {name.split(".")[0] for name in weights} == {"prefix_gru", "embed_proj"}
     steps = {plain: 0, headed: 0}
-    for problem in heldout_problems()[:4]:
+    for problem in heldout_problems()[:2]:
         prompt = torch.tensor([encode_prompt(problem.question, tokenizer)])
         expected = target.generate(prompt, max_new_tokens=96, do_sample=False)
         for drafter in steps:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from hub_server import Hub
-from scripts import USERS, WITH_PACKAGE, environment, run_script
+from hub_server import Hub, client_of
+from scripts import USERS
 from test_training_resume import no_file_larger_than
 from tiny_models import make_target, make_tokenizer, save_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -51,6 +51,10 @@ TINY = {
     "eval_new_tokens": 4,
     "held_out": 2,
 }
+# Of a run whose drafter has its shape already.
+GOING_ON = {name: value for name, value in TINY.items() if name not in ("num_hidden_layers", "block_size")}
+# All blocks of all sequences at each point, so that the losses of two points can be compared.
+FAST = {"held_out": 0, "learning_rate": 5e-3, "steps": 30, "eval_every": 10, "num_anchors": 64}
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +329,7 @@ def test_a_drafter_larger_than_its_target_is_said_before_training(run: Any, fold
     layers = sum(weight.numel() for weight in make_target().model.layers.parameters())
     assert f"has {facts['parameters']:,} parameters and the target's layers {layers:,}" in line
     assert line.endswith("give fewer --num-hidden-layers or a smaller --intermediate-size.")
-    assert said in run("--output", tmp_path / "new", *large, "--dry-run")[1]
+    assert said in run("--output", tmp_path / "new", *large, "--steps", 2, "--dry-run")[1]
     out, err = run("--output", tmp_path / "new", *flags(**TINY | {"steps": 2}), "--dry-run")[1:]
     assert said not in out + err
     words = flags(
@@ -345,11 +349,11 @@ def test_a_dry_run_decodes_in_the_targets_precision_and_is_said_once(
 
     decode = generation_dflash.generate_blocks
     monkeypatch.setattr("dflash.training.rehearsal.generate_blocks", watched)
-    words = ["--output", tmp_path / "drafter", *flags(**TINY | {"steps": 4}, target_dtype="bfloat16"), "--dry-run"]
+    words = ["--output", tmp_path / "drafter", *flags(**TINY, target_dtype="bfloat16"), "--dry-run"]
     assert "speed" in run(*words)[1]
     assert set(dtypes) == {(torch.bfloat16, torch.bfloat16)}
     monkeypatch.setattr(Trainer, "is_first", False)
-    assert run(*words)[:2] == (0, "")
+    assert run(*words, "--steps", 2)[:2] == (0, "")
 
 
 def test_what_can_be_refused_at_once_is_refused_before_anything_is_loaded(
@@ -540,7 +544,7 @@ def test_yaml_that_is_none_is_refused(tmp_path: Path, run: Any) -> None:
         path.write_text(text)
         status, _, err = run("--config", path, named=False)
         assert (status, said in err) == (1, True)
-    path.write_text("a: " + "[" * 5000)
+    path.write_text("a: " + "[" * 1500)
     assert "x.yaml is nested too deeply to be read" in run("--config", path, named=False)[2]
     path.write_bytes(b"license: \xe9")
     assert "x.yaml is not UTF-8" in run("--config", path, named=False)[2]
@@ -559,9 +563,8 @@ def test_a_warm_start_goes_on_from_the_weights_on_longer_text(run: Any, folder: 
     assert all(torch.equal(tensor, trained.state_dict()[name]) for name, tensor in begun.state_dict().items())
     rows = [{"prompt_ids": [5, 6, 7 + i], "response_ids": [20 + i, *list(range(30, 44)) * 12, 8]} for i in range(12)]
     (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    kept = {name: value for name, value in TINY.items() if name not in ("num_hidden_layers", "block_size")}
     longer = {"steps": 24, "eval_every": 8, "learning_rate": 5e-3, "max_length": 160, "batch_tokens": 512}
-    asked = flags(**kept | longer | {"init": first, "sliding_window": 64, "eval_new_tokens": 40})
+    asked = flags(**GOING_ON | longer | {"init": first, "sliding_window": 64, "eval_new_tokens": 40})
     assert run("--data", tmp_path / "long.jsonl", "--output", second, *asked)[0] == 0
     facts = json.loads((second / "training.json").read_text())
     assert facts["data"]["tokens"] == 160 * facts["data"]["examples"]
@@ -579,9 +582,7 @@ def test_a_warm_start_goes_on_from_the_weights_on_longer_text(run: Any, folder: 
 
 def test_jetspecs_recipe_trains_a_causal_drafter_on_the_targets_distribution(run: Any, tmp_path: Path) -> None:
     """Promise: the recipe gives a drafter that is causal in its block and learned by forward KL; another recipe undoes both."""
-    status, _, err = run(
-        "--output", tmp_path / "drafter", *flags(**TINY | {"held_out": 0, "steps": 30}, recipe="jetspec")
-    )
+    status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY | FAST | {"steps": 20}, recipe="jetspec"))
     assert status == 0, err
     record = json.loads((tmp_path / "drafter" / "training.json").read_text())
     assert (record["settings"]["loss"], record["settings"]["is_causal"]) == ("forward_kl", True)
@@ -596,29 +597,38 @@ def test_jetspecs_recipe_trains_a_causal_drafter_on_the_targets_distribution(run
     )
 
 
-@pytest.mark.parametrize("added", ["selector", "conv", "domino", "dspark"])
+ADDED = {
+    "selector": {"selector_rank": 3, "selector_top_k": 4},
+    "conv": {"conv_kernel_size": 2, "conv_group_size": 8},
+    "domino": {"gru_hidden_dim": 6, "emb_dim": 4},
+    "dspark": {"head": "dspark", "markov_rank": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def begun(folder: Path) -> Path:
+    """A trained drafter without added parts; read-only."""
+    output = folder / "begun"
+    train_drafter(
+        folder / "target", folder / "data.jsonl", output, TrainingSettings(**TINY | FAST), show_progress=False
+    )
+    return output
+
+
+@pytest.mark.parametrize("added", ADDED)
 def test_parts_are_added_to_a_trained_drafter_whose_weights_stay_if_asked(
-    run: Any, folder: Path, tmp_path: Path, added: str
+    run: Any, begun: Path, tmp_path: Path, added: str
 ) -> None:
     """What is added begins without effect, or with little; frozen weights are the same bits after training."""
-    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    fields = {
-        "selector": {"selector_rank": 3, "selector_top_k": 4},
-        "conv": {"conv_kernel_size": 2, "conv_group_size": 8},
-        "domino": {"gru_hidden_dim": 6, "emb_dim": 4},
-        "dspark": {"head": "dspark", "markov_rank": 3},
-    }
-    kept = {name: value for name, value in TINY.items() if name not in ("num_hidden_layers", "block_size")}
-    fast = {"held_out": 0, "learning_rate": 5e-3, "steps": 30}
-    assert run("--output", first, *flags(**TINY | fast))[0] == 0
-    going_on = kept | fast | fields[added] | {"init": first, "recipe": "short"}
+    second, third = tmp_path / "second", tmp_path / "third"
+    going_on = GOING_ON | FAST | ADDED[added] | {"init": begun, "recipe": "short"}
     assert run("--output", second, *flags(**going_on, freeze_init=True))[0] == 0
-    assert run("--output", third, *flags(**going_on))[0] == 0
+    assert run("--output", third, *flags(**going_on | {"steps": 3}))[0] == 0
 
-    begun, frozen, free = (DFlashDraftModel.from_pretrained(one).state_dict() for one in (first, second, third))
-    assert all(torch.equal(frozen[name], tensor) for name, tensor in begun.items())
-    assert not all(torch.equal(free[name], tensor) for name, tensor in begun.items())
-    parts = set(frozen) - set(begun)
+    before, frozen, free = (DFlashDraftModel.from_pretrained(one).state_dict() for one in (begun, second, third))
+    assert all(torch.equal(frozen[name], tensor) for name, tensor in before.items())
+    assert not all(torch.equal(free[name], tensor) for name, tensor in before.items())
+    parts = set(frozen) - set(before)
     assert parts
     modules = {"domino": ("prefix_gru", "embed_proj"), "dspark": ("markov_head", "confidence_head")}
     named = modules.get(added, (added,))
@@ -629,7 +639,7 @@ def test_parts_are_added_to_a_trained_drafter_whose_weights_stay_if_asked(
     assert all(torch.equal(fresh[name], frozen[name]) is False for name in parts)  # each of them learned
     losses = [point["loss"] for point in json.loads((second / "training.json").read_text())["curve"]]
     assert losses[-1] < losses[0]
-    parts_again = kept | fast | {"init": second, "recipe": "short"}
+    parts_again = GOING_ON | FAST | {"init": second, "recipe": "short", "steps": 3}
     assert run("--output", tmp_path / "again", *flags(**parts_again, freeze_init=True))[0] == 0
     again = DFlashDraftModel.from_pretrained(tmp_path / "again").state_dict()
     assert {name for name, tensor in frozen.items() if not torch.equal(again[name], tensor)} == parts
@@ -638,30 +648,30 @@ def test_parts_are_added_to_a_trained_drafter_whose_weights_stay_if_asked(
     names = {"domino": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
     assert written["architectures"] == [names.get(added, "DFlash2DraftModel")]
     assert written["dflash_config"].get("projector_type") == (added if added in names else None)
+    status, _, err = run("--output", tmp_path / "other", *flags(**GOING_ON, init=second, **ADDED[added]))
+    assert status == 1
+    assert f"leave out {', '.join(name for name in ADDED[added] if name != 'head')}" in err
 
-    words = ["--output", tmp_path / "other", *flags(**kept | fast)]
-    for more, said in (
-        (flags(freeze_init=True), "freeze_init keeps the weights of a trained drafter: give init (--init)"),
-        (flags(freeze_init=True, init=first), f"freeze_init: init={str(first)!r} has no part of"),
+
+def test_parts_that_cannot_be_added_or_frozen_are_refused(run: Any, begun: Path, tmp_path: Path) -> None:
+    for settings, said in (
+        ({"freeze_init": True}, "freeze_init keeps the weights of a trained drafter: give init (--init)"),
+        ({"freeze_init": True, "init": begun}, f"freeze_init: init={str(begun)!r} has no part of"),
         (
-            flags(init=first, rejected_share=0.5),
+            {"init": begun, "rejected_share": 0.5},
             "rejected_share=0.5: the data records no rejected draft: give a trace",
         ),
         (
-            flags(freeze_init=True, init=first, lora_rank=2),
+            {"freeze_init": True, "init": begun, "lora_rank": 2},
             "lora_rank=2 and freeze_init: one changes the weights of init",
         ),
         (
-            flags(init=first, lora_rank=2, **fields[added]),
+            {"init": begun, "lora_rank": 2, **ADDED["domino"]},
             "lora_rank=2 changes matrices that are there and would leave what",
         ),
-        (
-            flags(init=second, **fields[added]),
-            f"leave out {', '.join(name for name in fields[added] if name != 'head')}",
-        ),
-        (flags(init=first, freeze_init=True, shard=True, **fields[added]), "freeze_init and shard"),
+        ({"init": begun, "freeze_init": True, "shard": True, **ADDED["domino"]}, "freeze_init and shard"),
     ):
-        status, _, err = run(*words, *more)
+        status, _, err = run("--output", tmp_path / "other", *flags(**GOING_ON | FAST | settings))
         assert (status, said in err) == (1, True), err
 
 
@@ -692,12 +702,13 @@ def test_convolutions_are_not_added_where_the_drafter_reads_scaled_embeddings(tm
 def test_a_warm_start_that_only_harms_leaves_the_drafter_it_began_with(run: Any, tmp_path: Path) -> None:
     """No point of step 0 was measured: whether training helped could not be seen, and worse weights were kept."""
     first, second = tmp_path / "first", tmp_path / "second"
-    tiny = TINY | {"eval_new_tokens": 32, "target_dtype": "float32"}
-    kept = {name: value for name, value in tiny.items() if name not in ("num_hidden_layers", "block_size")}
+    long = {"eval_new_tokens": 32, "target_dtype": "float32"}
     # Towards what the target writes, which the held-out prompts are measured with.
     learned = {"steps": 60, "eval_every": 60, "learning_rate": 5e-3, "from_target": False, "loss": "forward_kl"}
-    assert run("--output", first, *flags(**tiny | learned))[0] == 0
-    status, out, _ = run("--output", second, *flags(**kept, init=first, learning_rate=1000, warmup_ratio=0, seed=0))
+    assert run("--output", first, *flags(**TINY | long | learned))[0] == 0
+    status, out, _ = run(
+        "--output", second, *flags(**GOING_ON | long, init=first, learning_rate=1000, warmup_ratio=0, seed=0)
+    )
     assert (status, out.splitlines()[0].startswith("step 0: tau "), ": step 0, tau" in out) == (0, True, True)
     weights = [DFlashDraftModel.from_pretrained(folder).state_dict() for folder in (first, second)]
     assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
@@ -813,39 +824,29 @@ def test_a_tracker_gets_loss_rates_and_acceptance(run: Any, tmp_path: Path) -> N
     assert scalars["eval/tau"] == scalars["eval/accuracy_1"] == scalars["eval/accepted_per_block"] == [2, 4]
 
 
-UPLOADING = """
-import json
-import os
-from pathlib import Path
-
-from dflash.training import TrainingSettings, train_drafter
-
-said = []
-for name, repo_id in RUNS:
-    settings = TrainingSettings(**TINY, publish_to=repo_id)
-    record = train_drafter(TARGET, DATA, name, settings, show_progress=False, announce=said.append)
-    assert record.curve[-1]["step"] == 4
-Path("mine/README.md").write_text("---\\nlicense: cc-by-nd-4.0\\n---\\n")
-for token, repo_id, init in (("loopback-me", "no-name", None), ("loopback-me", "me/new", "mine"), ("", "me/new", None)):
-    os.environ["HF_TOKEN"] = token
-    try:
-        train_drafter(TARGET, DATA, "refused", TrainingSettings(steps=4, init=init, publish_to=repo_id))
-    except ValueError as error:
-        said.append(str(error))
-print(json.dumps(said))
-"""
-
-
 def test_better_checkpoints_are_uploaded_and_a_refused_upload_ends_no_run(folder: Path, tmp_path: Path) -> None:
     """Promise: the repository holds the best checkpoint so far, is private if it is new, and the Hub cannot stop a run."""
-    runs = [("mine", "me/mine-DFlash"), ("theirs", "you/theirs-DFlash")]
-    names = {"TARGET": folder / "target", "DATA": folder / "data.jsonl", "TINY": TINY, "RUNS": runs}
+    said: list[str] = []
+    pair = folder / "target", folder / "data.jsonl"
+    mine, home = tmp_path / "mine", tmp_path / "home"
     with Hub(USERS) as hub:
-        variables = environment(hub, tmp_path / "home", "loopback-me")
-        said = run_script(UPLOADING, tmp_path, path=WITH_PACKAGE, variables=variables, **names)
+        with client_of(hub.url, home, "loopback-me"):
+            for output, repo_id in ((mine, "me/mine-DFlash"), (tmp_path / "theirs", "you/theirs-DFlash")):
+                settings = TrainingSettings(**TINY, publish_to=repo_id)
+                train_drafter(*pair, output, settings, show_progress=False, announce=said.append)
         repo = hub.repos["me/mine-DFlash"]
+        facts = json.loads((mine / "training.json").read_text())
+        (mine / "README.md").write_text("---\nlicense: cc-by-nd-4.0\n---\n")
+        for token, repo_id, init in (
+            ("loopback-me", "no-name", None),
+            ("loopback-me", "me/new", str(mine)),
+            (None, "me/new", None),
+        ):
+            settings = TrainingSettings(steps=4, init=init, publish_to=repo_id)
+            with client_of(hub.url, home, token), pytest.raises(ValueError) as refusal:  # noqa: PT011, compared below
+                train_drafter(*pair, tmp_path / "refused", settings)
+            said.append(str(refusal.value))
     assert repo.private
-    facts = json.loads((tmp_path / "mine" / "training.json").read_text())
     assert repo.head().message == f"Step {facts['best_step']}"
     assert json.loads(repo.head().files["training.json"]) == facts, "of the whole run"
     assert {"model.safetensors", "config.json", "README.md"} <= set(repo.head().files)
@@ -853,7 +854,7 @@ def test_better_checkpoints_are_uploaded_and_a_refused_upload_ends_no_run(folder
     assert re.search(r"^Step \d is at http.*/me/mine-DFlash\.$", uploaded)
     assert "was not uploaded, and the run goes on: you/theirs-DFlash was not published" in refused
     assert "names no namespace: give namespace/name" in no_namespace
-    assert "the licence cc-by-nd-4.0 of mine forbids to share a changed copy" in no_sharing
+    assert f"the licence cc-by-nd-4.0 of {mine} forbids to share a changed copy" in no_sharing
     assert "there is no token of the Hub: run `hf auth login`" in no_token
     assert not (tmp_path / "refused").exists()
 

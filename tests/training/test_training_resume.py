@@ -38,14 +38,14 @@ from dflash.training.training_state import clear_leftovers, read_tensors, remove
 
 
 SETTINGS = TrainingSettings(
-    steps=24,
+    steps=12,
     num_anchors=4,
     batch_tokens=128,
     mixed_precision="no",
     learning_rate=5e-3,
-    eval_every=7,
+    eval_every=5,
     eval_new_tokens=6,
-    save_every=3,
+    save_every=2,
 )
 
 
@@ -179,12 +179,12 @@ def test_a_run_killed_after_its_first_checkpoint_and_before_its_first_state_begi
     output = tmp_path / "drafter"
 
     def die(point: dict[str, Any]) -> None:
-        if point["step"] == 14:
+        if point["step"] == 10:
             raise MemoryError
 
     with pytest.raises(MemoryError):
         run(output, replace(SETTINGS, save_every=1000), on_point=die)
-    assert json.loads((output / "training.json").read_text())["best_step"] == 7
+    assert json.loads((output / "training.json").read_text())["best_step"] == 5
     run(output, resume=True)
     assert written(output) == unbroken[0]
 
@@ -212,15 +212,15 @@ def test_a_flat_tau_and_the_steps_of_a_run_without_a_bar_are_said(
     monkeypatch.setattr("dflash.training.trainer.measure_acceptance", measured)
     monkeypatch.setattr("dflash.training.run.LINE_SECONDS", 0)
     said: list[str] = []
-    settings = replace(SETTINGS, steps=60, eval_every=10)
+    settings = replace(SETTINGS, eval_every=2)
     record = run(tmp_path / "drafter", settings, announce=said.append)
     flat = [line for line in said if line.startswith("tau has stayed at 1.20 for 4 measurements")]
     assert len(flat) == 1
     assert "(short with learning_rate=0.005): give other rates, or more steps." in flat[0]
     assert len(record.curve) == 6
     lines = [line for line in said if line.startswith("step ")]
-    assert [line.split(":")[0] for line in lines] == [f"step {step} of 60" for step in range(1, 61)]
-    assert said.index(flat[0]) == said.index(lines[49]) + 1  # the first point is not flat
+    assert [line.split(":")[0] for line in lines] == [f"step {step} of 12" for step in range(1, 13)]
+    assert said.index(flat[0]) == said.index(lines[9]) + 1  # the first point is not flat
 
 
 @pytest.mark.parametrize(("steps", "interval"), [(3, 1), (240, 24), (100_000, 500)])
@@ -237,8 +237,8 @@ def test_the_checkpoint_that_accepts_most_is_kept(tmp_path: Path, monkeypatch: p
         return Acceptance(steps=10, committed=10 * next(taus), kept=10)
 
     monkeypatch.setattr("dflash.training.trainer.measure_acceptance", measured)
-    record = run(output)
-    assert (record.best_step, record.best_tau, [point["tau"] for point in record.curve]) == (14, 5.0, [2, 5, 5, 4])
+    record = run(output, replace(SETTINGS, eval_every=3))
+    assert (record.best_step, record.best_tau, [point["tau"] for point in record.curve]) == (6, 5.0, [2, 5, 5, 4])
     saved = DFlashDraftModel.from_pretrained(output, dtype=torch.bfloat16).state_dict()
     assert saved.keys() == seen[1].keys()
     assert all(torch.equal(saved[name], value.bfloat16()) for name, value in seen[1].items())
@@ -251,9 +251,9 @@ def test_a_signal_ends_the_run_after_its_step_with_the_state_saved(
 ) -> None:
     output = tmp_path / "drafter"
     handlers = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
-    record = run(output, on_point=lambda point: os.kill(os.getpid(), number) if point["step"] == 14 else None)
-    assert (record.stopped_at, record.signal) == (15, number)
-    assert json.loads((state_folder(output) / "state.json").read_text())["step"] == 15
+    record = run(output, on_point=lambda point: os.kill(os.getpid(), number) if point["step"] == 10 else None)
+    assert (record.stopped_at, record.signal) == (11, number)
+    assert json.loads((state_folder(output) / "state.json").read_text())["step"] == 11
     assert {one: signal.getsignal(one) for one in handlers} == handlers
     record = run(output, resume=True)
     assert record.stopped_at is None
@@ -279,7 +279,7 @@ def test_a_signal_while_the_last_files_are_written_lets_them_be_written(
 def test_the_time_of_all_starts_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "drafter"
     monkeypatch.setattr("dflash.training.run.stopwatch", lambda: lambda: 7200.0)
-    stopped(output, step=7)
+    stopped(output)
     assert json.loads((state_folder(output) / "state.json").read_text())["record"]["seconds"] == 7200
     monkeypatch.setattr("dflash.training.run.stopwatch", lambda: lambda: 90.04)
     record = run(output, resume=True)
@@ -297,14 +297,14 @@ def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
         run(tmp_path / "drafter", on_point=interrupt_twice)
 
 
-def stopped(output: Path, step: int = 14) -> None:
-    """A run that was asked to stop."""
-    run(output, on_point=lambda point: os.kill(os.getpid(), signal.SIGTERM) if point["step"] == step else None)
+def stopped(output: Path) -> None:
+    """A run that was asked to stop at its first measurement."""
+    run(output, on_point=lambda point: os.kill(os.getpid(), signal.SIGTERM) if point["step"] == 5 else None)
 
 
 def test_an_output_that_holds_a_run_is_not_written_over_unasked(tmp_path: Path) -> None:
     output = tmp_path / "drafter"
-    stopped(output, step=7)
+    stopped(output)
     before = written(output)
     with pytest.raises(ValueError, match=r"holds another run: pass resume \(--resume\)"):
         run(output)
@@ -326,7 +326,7 @@ def test_an_output_that_holds_a_run_is_not_written_over_unasked(tmp_path: Path) 
 
 def test_resuming_with_other_settings_or_data_names_what_differs(tmp_path: Path) -> None:
     output = tmp_path / "drafter"
-    stopped(output, step=7)
+    stopped(output)
     with pytest.raises(ValueError, match=r"learning_rate: 0\.005, now 0\.001; seed: 0, now 4"):
         run(output, replace(SETTINGS, learning_rate=1e-3, seed=4), resume=True)
     with pytest.raises(ValueError, match=r"data: \"[0-9a-f]{16}\", now \"[0-9a-f]{16}\"; held_out"):
@@ -364,8 +364,8 @@ def test_resuming_a_complete_run_changes_nothing_and_gives_its_record(
     )
     assert {path.name: path.stat().st_mtime_ns for path in output.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
-    with pytest.raises(ValueError, match="other settings \\(steps: 24, now 25\\)"):
-        run(output, replace(SETTINGS, steps=25), resume=True)
+    with pytest.raises(ValueError, match="other settings \\(steps: 12, now 13\\)"):
+        run(output, replace(SETTINGS, steps=13), resume=True)
 
 
 def test_a_second_process_is_refused_the_output_of_a_running_one(
@@ -377,7 +377,7 @@ def test_a_second_process_is_refused_the_output_of_a_running_one(
     first = FRESH.Process(target=_run_that_waits, args=(output, there))
     first.start()
     there.close()
-    assert here.recv() == "measured 7"
+    assert here.recv() == "measured 5"
     for asked in ({}, {"overwrite": True}, {"resume": True}):
         with pytest.raises(
             ValueError, match=rf"drafter is being written by process {first.pid} on .*: wait for it, stop it"
@@ -438,7 +438,7 @@ def test_a_kill_while_the_state_is_replaced_loses_none(
     unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, moment: str
 ) -> None:
     output = tmp_path / "drafter"
-    stopped(output, step=7)
+    stopped(output)
     folder = state_folder(output)
     partial = folder.with_name(f".{folder.name}.partial-77")
     partial.mkdir()
@@ -462,20 +462,20 @@ def test_a_loss_or_gradient_that_is_not_finite_leaves_state_and_checkpoint_as_th
         result = forward(self, *args, **kwargs)
         if self.training:
             calls.append(1)
-            if len(calls) == 17 and what != "loss":
+            if len(calls) == 8 and what != "loss":
                 result.last_hidden_state.register_hook(lambda gradient: gradient * float("inf"))
-            elif len(calls) == 17:
+            elif len(calls) == 8:
                 result.last_hidden_state = result.last_hidden_state * float("nan")
         return result
 
     monkeypatch.setattr(DFlashDraftModel, "forward", failing)
     with pytest.raises(
-        FloatingPointError, match=rf"{what} of step 17 is nan, on batch \d of epoch \d.*begins with the ids"
+        FloatingPointError, match=rf"{what} of step 8 is nan, on batch \d of epoch \d.*begins with the ids"
     ) as stopped:
         run(output)
     step = json.loads((output / "training.json").read_text())["best_step"]
     assert str(stopped.value).endswith(f"or look at that batch; the checkpoint of step {step} stands in {output}.")
-    assert json.loads((state_folder(output) / "state.json").read_text())["step"] == 15
+    assert json.loads((state_folder(output) / "state.json").read_text())["step"] == 6
     weights = read_tensors(state_folder(output))["drafter"]
     assert all(tensor.isfinite().all() for tensor in weights.values())
     saved = DFlashDraftModel.from_pretrained(output)

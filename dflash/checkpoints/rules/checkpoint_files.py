@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from dflash.common.files import adapter_fault
 from dflash.common.json_text import parsed_json
 from dflash.common.messages import first_line, is_out_of_memory
@@ -215,17 +217,13 @@ def _vocabulary(path: Path) -> tuple[dict[int, str], frozenset[int]]:
     """The text of each id of a tokenizer.json, and the ids that ordinary text can hold."""
     if not path.is_file():
         return {}, frozenset()
-    tokenizer = read_json(path, "")
-    token_of: dict[int, str] = {}
-    words = mapping(tokenizer.get("model")).get("vocab")
-    if isinstance(words, Mapping):
-        token_of = {index: str(token) for token, index in words.items()}
-    elif isinstance(words, list):  # unigram: [token, score] at its id
-        token_of = {index: str(item[0]) for index, item in enumerate(words) if isinstance(item, list) and item}
-    ordinary = set(token_of)
-    for entry in tokenizer.get("added_tokens") or ():
-        if isinstance(entry, dict) and "id" in entry:
-            token_of[entry["id"]] = str(entry.get("content"))
-            if entry.get("special"):
-                ordinary.discard(entry["id"])
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no class of its own
+        raise ValueError(f"{path} is no tokenizer ({first_line(error)}): fetch or write the file again.") from error
+    token_of = {index: token for token, index in tokenizer.get_vocab().items()}
+    ordinary = set(tokenizer.get_vocab(with_added_tokens=False).values())
+    for index, token in tokenizer.get_added_tokens_decoder().items():
+        if token.special:
+            ordinary.discard(index)
     return token_of, frozenset(ordinary)

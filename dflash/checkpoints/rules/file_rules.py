@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Iterator
-from filecmp import cmp
+from filecmp import cmpfiles
 from pathlib import Path
 from typing import Any
 
@@ -174,12 +174,9 @@ def _own_code(checkpoint: Checkpoint, entry: str) -> Iterator[Finding]:
 
 def _other_code(folder: Path) -> list[str]:
     """The code files beside the weights that are not those of this package."""
-    differing = []
-    for path in sorted(folder.glob("*_dflash.py")):
-        own = OWN_CODE / path.name
-        if not own.is_file() or not cmp(own, path, shallow=False):
-            differing.append(path.name)
-    return differing
+    names = sorted(path.name for path in folder.glob("*_dflash.py"))
+    equal, _, _ = cmpfiles(OWN_CODE, folder, names, shallow=False)
+    return [name for name in names if name not in equal]
 
 
 def forward_parameters(path: Path, name: str) -> set[str] | None:

@@ -9,16 +9,23 @@ from .findings import Finding, error, warning
 
 
 DEFAULT_MASK_TOKEN = "<|MASK|>"
+# Sizes that a drafter has of its target: its field, and the target's.
+SHARED_SIZES = {
+    "hidden_size": "hidden_size",
+    "vocab_size": "vocab_size",
+    "num_target_layers": "num_hidden_layers",
+}
 
 
 def pair_sizes(checkpoint: Checkpoint, target: TargetFiles) -> Iterator[Finding]:
     """Hidden size, vocabulary and depth are the target's."""
-    hidden = checkpoint.number("target_hidden_size") or checkpoint.number("hidden_size")
-    for name, own, its_name in (
-        ("hidden_size", hidden, "hidden_size"),
-        ("vocab_size", checkpoint.number("vocab_size"), "vocab_size"),
-        ("num_target_layers", checkpoint.own_number("num_target_layers"), "num_hidden_layers"),
-    ):
+    sizes = {
+        "hidden_size": checkpoint.number("target_hidden_size") or checkpoint.number("hidden_size"),
+        "vocab_size": checkpoint.number("vocab_size"),
+        "num_target_layers": checkpoint.own_number("num_target_layers"),
+    }
+    for name, own in sizes.items():
+        its_name = SHARED_SIZES[name]
         its = whole_number(target.config.get(its_name))
         if None not in (own, its) and own != its:
             yield error(

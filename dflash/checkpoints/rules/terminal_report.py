@@ -17,6 +17,7 @@ from .report import Report, Verdict
 LOOKS = {"error": ("✗", "bold red"), "warning": ("!", "yellow"), "note": ("·", "dim")}
 LOOKS |= {"works": ("✓", "green"), "degraded": LOOKS["warning"], "fails": LOOKS["error"]}
 LONGEST_VALUE = 60
+INDENT = (0, 0, 0, 2)  # below a finding's field
 
 
 def report_lines(report: Report) -> RenderableType:
@@ -57,13 +58,19 @@ def _finding(finding: Finding, report: Report) -> Iterator[RenderableType]:
     if len(value) > LONGEST_VALUE:
         value = value[: LONGEST_VALUE - 1] + "…"
     mark, style = LOOKS[finding.severity]
-    yield Text.assemble((f"{mark} ", style), (finding.field, "bold"), f" = {value}")
+    place = Text(_place(finding, report), "dim")
     remedy = Table.grid(padding=(0, 1))
-    remedy.add_row(Text("→", "green"), Text(finding.fix))
-    indent = (0, 0, 0, 2)
-    yield Padding(Text(_place(finding, report), "dim"), indent)
-    yield Padding(Text(finding.why), indent)
-    yield Padding(remedy, indent)
+    remedy.add_row(
+        Text("→", "green"),
+        Text(finding.fix),
+    )
+    yield Text.assemble(
+        (f"{mark} ", style),
+        (finding.field, "bold"),
+        f" = {value}",
+    )
+    for line in (place, Text(finding.why), remedy):
+        yield Padding(line, INDENT)
 
 
 def _place(finding: Finding, report: Report) -> str:
