@@ -2,15 +2,17 @@
 
 A step's cost is the time from its proposals to its commit. Nothing is run only to be measured.
 
-The number of proposals of a step is chosen before the drafter runs, from earlier steps alone. So it does not depend on the tokens
-that are drawn for this step, and the text keeps the target's distribution: among drawn tokens, a choice would prefer some.
+The number of proposals of a step is chosen from earlier steps, before the drafter runs. A drafter that knows how sure it is of each
+proposal (DSpark's confidence) drafts first, and the number follows from what it says. No proposal is drawn here: among drawn tokens a
+choice would prefer some, and the text would not keep the target's distribution.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -103,9 +105,10 @@ class Experience:
             return self.widths[0]
         return self.best(costs)
 
-    def best(self, costs: StepCosts) -> int:
-        """The widest of the widths that are about as fast as the fastest."""
-        speeds = {width: self.speed(width, costs) for width in self.widths}
+    def best(self, costs: StepCosts, tokens: Mapping[int, float] | None = None) -> int:
+        """The widest of the widths that are about as fast as the fastest, if steps give so many `tokens`, by width."""
+        tokens = tokens or self.tokens
+        speeds = {width: tokens[width] / costs.of(width, self.widths[-1]) for width in self.widths}
         least = ABOUT_AS_FAST * max(speeds.values())
         good = [width for width, speed in speeds.items() if speed >= least]
         return max(good)
@@ -147,7 +150,7 @@ class WidthProposer:
     While steps with a draft give fewer tokens per second than steps without, drafts are only tried, at intervals that grow.
 
     Args:
-        drafts: The proposer of chains or trees.
+        drafts: The proposer of chains or trees, which draws nothing.
         state: What is known of the drafter and the target.
         num_proposals: Tokens of a whole draft.
         setting: What else the time of a step and its acceptance depend on: only steps of the same setting are compared.
@@ -159,6 +162,7 @@ class WidthProposer:
         known = state.widths.setdefault(key, Experience(num_proposals))
         known.pause_left = min(known.pause_left, known.pause // 4)  # this text may differ
         self._known = known
+        self._has_confidences = False  # whether the drafter says how sure it is
         self._costs = StepCosts()  # of steps like this one
         self._elapsed = stopwatch()  # since this step began
 
@@ -166,8 +170,19 @@ class WidthProposer:
         """At most `most` tokens after the anchors [B, 1]: as many as the steps before this one recommend."""
         self._costs = self._known.costs_of(sequences)
         self._elapsed = stopwatch()
-        width = self._known.choose(self._costs)
-        return self.drafts.propose(sequences, anchors, min(width, most))
+        width = min(self._known.choose(self._costs), most)
+        if not width or not self._has_confidences:
+            proposals = self.drafts.propose(sequences, anchors, width)
+            self._has_confidences |= proposals.confidences is not None
+            return proposals
+        return self._cut(self.drafts.propose(sequences, anchors, most))
+
+    def _cut(self, proposals: Proposals) -> Proposals:
+        """As many of the proposals as pay if the drafter is right about its chances."""
+        confidences: Any = proposals.confidences
+        tokens = expected_tokens(confidences, self._known.widths)
+        width = self._known.best(self._costs, tokens)
+        return replace(proposals, token_ids=proposals.token_ids[:, :width], confidences=confidences[:, :width])
 
     def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
         """Adds the time and the accepted proposals of a step. One with lookups says nothing about drafts."""
@@ -180,6 +195,14 @@ class WidthProposer:
             accepted = [accepted_columns(proposals, place, block) for place, block in enumerate(blocks)]
             self._known.add_draft(width, accepted)
             self._known.set_pause(self._costs)
+
+
+def expected_tokens(confidences: torch.Tensor, widths: Sequence[int]) -> dict[int, float]:
+    """The mean number of tokens that a step gives by its width, where proposals are accepted with chances [B, n]."""
+    survivals = confidences.cumprod(dim=1)  # that a proposal and all before it are accepted
+    totals = 1 + survivals.cumsum(dim=1).mean(dim=0)
+    of_counts = totals.tolist()
+    return {width: of_counts[min(width, len(of_counts)) - 1] for width in widths}
 
 
 def accepted_columns(proposals: Proposals, place: int, block: Any) -> Sequence[int]:

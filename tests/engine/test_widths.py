@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import itertools
 import pickle
@@ -24,7 +25,14 @@ from dflash import generate_blocks, spec_generate
 from dflash.engine import widths
 from dflash.engine.state import PairState
 from dflash.engine.trees import TreeProposals
-from dflash.engine.widths import LONGEST_PAUSE, SHORTEST_PAUSE, Experience, StepCosts, WidthProposer
+from dflash.engine.widths import (
+    LONGEST_PAUSE,
+    SHORTEST_PAUSE,
+    Experience,
+    StepCosts,
+    WidthProposer,
+    expected_tokens,
+)
 from dflash.model import drafting_dflash
 from dflash.model.acceptance_dflash import Proposals
 from dflash.model.sequences_dflash import TextSequence
@@ -249,6 +257,37 @@ def test_a_choice_reads_earlier_steps_alone(clock: Clock) -> None:
     sequences, anchors = [TextSequence(0, torch.zeros(9))], torch.zeros(1, 1, dtype=torch.long)
     proposals = text.proposer.propose(sequences, anchors, 999)
     assert proposals.token_ids.shape[1] in (0, asked[-1])
+
+
+class SureDrafts(Drafts):
+    """Knows how many of its proposals are right."""
+
+    def __init__(self, num_right: int) -> None:
+        self.num_right = num_right
+
+    def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
+        proposals = super().propose(sequences, anchors, most)
+        is_right = torch.arange(proposals.token_ids.shape[1]) < self.num_right
+        return dataclasses.replace(proposals, confidences=is_right.float().expand_as(proposals.token_ids))
+
+
+def test_a_drafter_that_knows_its_chances_decides_each_step(clock: Clock) -> None:
+    clock.seconds = per_column
+    text = Text(clock)
+    drafts = text.proposer.drafts = SureDrafts(WIDEST)
+    text.run(10, WIDEST)
+    drafts.num_right = 1
+    assert set(text.run(5, 1)) == {WIDEST // 4}, "the first step already"
+    drafts.num_right = WIDEST
+    first, *later = text.run(5, WIDEST)
+    assert first > WIDEST // 4
+    assert set(later) == {WIDEST}
+
+
+def test_tokens_are_expected_from_the_chances_of_each_proposal() -> None:
+    confidences = torch.tensor([[0.5, 0.5, 1.0], [1.0, 0.0, 1.0]])
+    expected = expected_tokens(confidences, [1, 3, 7])
+    assert expected == pytest.approx({1: 1.75, 3: 2.0, 7: 2.0})
 
 
 def test_what_a_text_taught_counts_in_the_next(clock: Clock) -> None:
