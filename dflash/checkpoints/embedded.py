@@ -68,10 +68,12 @@ def heldout_problems() -> list[Problem]:
 def export_embedded_pair(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
     """Writes all three checkpoints below `folder`, the code beside drafters, and returns the target's and the first drafter's.
 
+    Older copies are replaced.
+
     `AutoModel.from_pretrained(drafter, trust_remote_code=True)` then works where this package is not installed.
 
     Raises:
-        ValueError: if one of the folders exists and is not a checkpoint.
+        ValueError: if one of the folders holds another model, or anything else.
     """
     folder = Path(folder).expanduser().absolute()
     target_path = folder / TARGET_NAME

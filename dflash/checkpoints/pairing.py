@@ -179,7 +179,7 @@ def _config(folder: Path, what: str) -> dict[str, Any]:
 
 
 def _check_target(name: str, folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises ValueError unless a folder is a target that can have a door."""
+    """Raises ValueError for what cannot be a pair's target: a drafter, a pair, or a model with its own `custom_generate`."""
     what = None
     if set(config.get("architectures") or ()) & set(DRAFTERS):
         what = "a drafter: name the target first, then its drafter"

@@ -88,11 +88,11 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ValueError if the settings of a run to resume differ from those of `before`."""
+    """Raises ValueError if the facts of a run to resume differ from those of `before`: settings, data or models."""
     changed = changes(before, now)
     if changed:
         remedy = "give the same, choose another output, or pass overwrite (--overwrite) to begin anew"
-        raise ValueError(f"The run to resume had other settings ({changed}): {remedy}.")
+        raise ValueError(f"The run to resume differs ({changed}): {remedy}.")
 
 
 def _short(value: Any) -> str:

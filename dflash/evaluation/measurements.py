@@ -25,7 +25,7 @@ Runs = Mapping[str, TimedRun]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of a task, as token ids [1, S] in the chat template."""
+    """A prompt as token ids [1, S], and the task or the file that it belongs to."""
 
     task: str
     input_ids: torch.Tensor

@@ -103,7 +103,9 @@ class ServerWriter:
                     raise TypeError("There are neither ids nor a text.")
                 token_ids = self._tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
         except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"{where} answered no completion: {quote(reply)}.") from error
+            raise ValueError(
+                f"The reply of {where} is no completion ({quote(reply)}): check that it is an OpenAI-compatible server."
+            ) from error
         if finish not in ("stop", "length"):
             raise ValueError(f"{where} ended an answer with {finish!r}: look at its log.")
         token_ids = list(token_ids)

@@ -27,4 +27,4 @@ class RegenerationSettings(Sampling):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: use 1 or more.")
         if self.streaming and self.samples is None:
-            raise ValueError("streaming reads data only as far as it is asked to: give samples (--samples) too.")
+            raise ValueError("streaming needs a number of rows to stop at: give samples (--samples) too.")

@@ -133,7 +133,9 @@ def _rows_of(path: Path) -> Iterator[Facts]:
             if row is None and not is_whole and begins_a_row:
                 return
             if not is_whole or not isinstance(row, dict) or "rejected" not in row:
-                raise ValueError(f"Line {number} of {path} is no whole row of a trace: name another file.")
+                raise ValueError(
+                    f"Line {number} of {path} is no complete row of a trace: name a new file, or one that --trace wrote."
+                )
             yield row
 
 

@@ -90,7 +90,7 @@ def describe_inputs(
 
 
 def describe_run(trainer: Trainer, inputs: Facts, record: TrainingRecord) -> Facts:
-    """What a reader needs to repeat the run."""
+    """The facts of `training.json`: settings, inputs, versions and machine, and the curve that was measured."""
     return {
         "settings": asdict(public_settings(trainer.settings)),
         "recipe": f"{trainer.settings.recipe_text()} ({trainer.rates})",

@@ -288,7 +288,9 @@ def _weighted(text: str) -> tuple[str, float | None]:
     except ValueError:  # the configuration of a data set
         return text, None
     if not 0 < weight < math.inf:
-        raise ValueError(f"data {text}: its weight is {last}; give a number above 0, or leave the part out.")
+        raise ValueError(
+            f"data {text}: the weight {last} is not above 0: give a larger one, or leave this source out."
+        )
     return source, weight
 
 
@@ -322,7 +324,7 @@ def mixed(
     if shares:
         total = sum(map(len, places))
         places = _drawn(places, shares, settings.seed)
-        left_out["beyond their weight in the mix"] = total - sum(map(len, places))
+        left_out["to keep the shares of the mix"] = total - sum(map(len, places))
     kept_parts = list(map(selected, parts, places))
     return joined(kept_parts), +left_out
 

@@ -102,8 +102,10 @@ def check_mask_token(
 ) -> None:
     """Raises ValueError if the target has no such token, or if the token means something to it already."""
     if not 0 <= mask_token_id < vocab_size:
-        rows = f"no row of the target's embedding, which has {vocab_size}"
-        raise ValueError(f"mask_token_id={mask_token_id} is {rows}: choose one that never occurs in text.")
+        raise ValueError(
+            f"mask_token_id={mask_token_id} is no id of the target: choose one from 0 to {vocab_size - 1} that never occurs in "
+            "text."
+        )
     meaning = None
     if mask_token_id in eos_token_ids:
         meaning = f"an end-of-text ({mask_token_id})"

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
-from pyarrow import compute
-
 from .settings import Facts
 
 
@@ -111,6 +109,8 @@ class ExampleTable(Sequence[Example]):
 
     def lengths_in(self, name: str) -> Any:
         """The length of each example's list in a column, as an array of pyarrow: the lists are not read."""
+        from pyarrow import compute  # which comes with `datasets`, as tables do
+
         column = self.table.select_columns(name)[:].column(name)
         return compute.list_value_length(column)
 
@@ -130,8 +130,8 @@ def has_rejected(examples: Examples) -> bool:
     """Whether an example has anchors of drafts that verification rejected; the examples of a table are not read."""
     if not isinstance(examples, ExampleTable):
         return any(example.rejected for example in examples)
-    most = compute.max(examples.lengths_in("rejected")).as_py()
-    return bool(most)
+    lengths = examples.lengths_in("rejected").to_numpy()
+    return bool(lengths.any())
 
 
 def selected(examples: Examples, places: Iterable[int]) -> Examples:

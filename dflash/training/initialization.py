@@ -230,7 +230,7 @@ def window_fields(num_hidden_layers: int, sliding_window: int | None) -> Facts:
 
 
 def find_mask_token(tokenizer: Any, vocab_size: int) -> int:
-    """An id that fills blocks: the tokenizer's mask token, else the first row that no token has, else its unknown token.
+    """An id that fills blocks: a mask token of the tokenizer, else the first id after all tokens, else its unknown token.
 
     Raises:
         ValueError: if the tokenizer has none of them.

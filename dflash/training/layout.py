@@ -213,10 +213,9 @@ def _blockwise_mask(visible: Visibility, shape: tuple[int, int, int], device: to
 
 
 def _block_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device) -> Any:
-    """The mask for flex attention, which skips keys that no query sees and never holds [Q, K]."""
+    """The mask for flex attention, which skips keys that no query sees. Off CUDA, making it holds [Q, K] for a moment."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, queries, keys = shape
-    # Uncompiled, `create_block_mask` holds [Q, K] meanwhile.
     make: Any = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
     return make(visible, batch, None, queries, keys, device=device)

@@ -36,6 +36,7 @@ def build_optimizers(
     decayed = matrices + tables
     if muon_learning_rate:
         decayed = tables
+    if muon_learning_rate and matrices:  # DSpark's head alone has tables and no matrix
         muon = torch.optim.Muon(
             matrices, lr=muon_learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
         )

@@ -35,7 +35,7 @@ def rehearse(
     settings: TrainingSettings,
     announce: Announce = say_nothing,
 ) -> Iterator[str]:
-    """Lines on what [`train_drafter`] would take with these arguments, of the first process alone; nothing is written.
+    """Lines on what [`train_drafter`] would take with these arguments, of the first process alone. No run begins.
 
     The models and the data are loaded, and a few steps are trained and measured, while the lines are read.
 
@@ -79,7 +79,7 @@ def _described(ready: Prepared, settings: TrainingSettings, trainer: Trainer) ->
         yield f"size      {too_large}"
     yield _memory(trainer)
     if settings.features is not None:
-        yield f"features  {_bytes(trainer.feature_bytes())} in {settings.features}, written once; measured here online"
+        yield f"features  {_bytes(trainer.feature_bytes())} in {settings.features}, written once by the run; computed anew in the steps measured here"
 
 
 def _memory(trainer: Trainer) -> str:
@@ -102,7 +102,7 @@ def _measured(trainer: Trainer) -> Iterator[str]:
     )
     if trainer.accelerator.num_processes == 1:
         ratio = _step_cost(trainer)
-        yield f"speed     a draft and its check take as long as {ratio:.1f} plain tokens: decoding is faster above that tau"
+        yield f"speed     a step takes as long as {ratio:.1f} plain tokens: decoding is faster if tau is larger than that"
     device = trainer.accelerator.device
     if device.type == "cuda":
         yield f"measured  {_bytes(torch.cuda.max_memory_allocated(device))} at most on {device}, in these steps"

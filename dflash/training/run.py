@@ -112,8 +112,10 @@ def train_drafter(
         data: The texts to train on; best the target's own answers. Several sources are mixed, by weights if each has one:
             `["chats.jsonl:0.7", "org/name:0.3"]`.
         output: Folder of the checkpoint.
-        settings: The recipe. Default: short.
+        settings: The recipe. Default: the recipe `short`.
         options: Fields of [`RunOptions`], such as `resume` and `overwrite`.
+
+    What it returns and raises, and how it is stopped, is as for [`train`].
 
     Example:
         >>> record = train_drafter("Qwen/Qwen3-4B", "answers.jsonl", "Qwen3-4B-DFlash", TrainingSettings(epochs=2))

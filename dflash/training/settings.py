@@ -288,7 +288,7 @@ class TrainingSettings:
             ),
             (
                 self.streaming and self.samples is None,
-                "streaming reads data only as far as it is asked to: give samples (--samples) too.",
+                "streaming needs a number of rows to stop at: give samples (--samples) too.",
             ),
             (
                 self.features is not None and self.shard_target,

@@ -122,7 +122,7 @@ def find_run(output: Path, settings: TrainingSettings, resume: bool, overwrite: 
         return Claim(output, saved=saved)
     if finished is None or "curve" not in finished:
         raise ValueError(
-            f"{output} holds a checkpoint of no run and no training state ({folder.name}): there is nothing to resume; "
+            f"{output} holds a checkpoint that no training run wrote, and there is no training state ({folder.name}) to resume: "
             "choose another output, or pass overwrite (--overwrite)."
         )
     _refuse_other_settings(public_settings(settings), finished["settings"])

@@ -63,4 +63,4 @@ class Uploads:
             self.announce(f"Step {step:,} was not uploaded, and the run goes on: {reason}")
             return
         self.step = step
-        self.announce(f"Step {step:,} is at {publication.url}.")
+        self.announce(f"The checkpoint of step {step:,} was uploaded to {publication.url}.")

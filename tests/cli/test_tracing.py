@@ -150,10 +150,19 @@ def test_a_text_that_is_interrupted_is_recorded_as_far_as_it_came(tmp_path: Path
             "trace of another tokenizer",
             "Row 1 was recorded with the tokenizer 0a of target and those of {folder}/target are ",
         ),
-        ('{{"prompt": "mine"}}\n', "Line 1 of {path} is no whole row of a trace: name another file."),
-        ('{{"prompt": "mine"}}', "Line 1 of {path} is no whole row of a trace: name another file."),
-        ('{{"target": "t", "rejected": []}}', "Line 1 of {path} is no whole row of a trace: name another file."),
-        ("no JSON", "Line 1 of {path} is no whole row of a trace: name another file."),
+        (
+            '{{"prompt": "mine"}}\n',
+            "Line 1 of {path} is no complete row of a trace: name a new file, or one that --trace wrote.",
+        ),
+        (
+            '{{"prompt": "mine"}}',
+            "Line 1 of {path} is no complete row of a trace: name a new file, or one that --trace wrote.",
+        ),
+        (
+            '{{"target": "t", "rejected": []}}',
+            "Line 1 of {path} is no complete row of a trace: name a new file, or one that --trace wrote.",
+        ),
+        ("no JSON", "Line 1 of {path} is no complete row of a trace: name a new file, or one that --trace wrote."),
     ],
 )
 def test_a_file_that_is_no_trace_of_this_pair_is_refused_and_stays(

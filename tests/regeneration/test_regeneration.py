@@ -439,7 +439,7 @@ def test_streamed_rows_are_answered_as_far_as_they_are_asked_for(
     regenerate_data(writer, tokenizer, tmp_path / "chats.parquet", tmp_path / "p.jsonl", settings)
     assert [row["row"] for row in read(tmp_path / "p.jsonl")] == [1, 2, 3]
 
-    with pytest.raises(ValueError, match=r"^streaming reads data only as far as it is asked to: give samples"):
+    with pytest.raises(ValueError, match=r"^streaming needs a number of rows to stop at: give samples"):
         RegenerationSettings(streaming=True)
     with pytest.raises(ValueError, match="the data holds no row: give messages"):
         regenerate_data(writer, tokenizer, stream(()), tmp_path / "none.jsonl", settings)

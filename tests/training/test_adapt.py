@@ -351,7 +351,7 @@ def test_a_run_goes_on_with_its_own_drafter_alone(folder: Path, answers: Path, t
     with pytest.raises(MemoryError):
         adapt(folder / "target", begun, [answers], tmp_path / "output", settings, on_point=stop, **how)
     make_drafter(seed=5, **SMALL).save_pretrained(begun)
-    with pytest.raises(ValueError, match=r"The run to resume had other settings \(init: "):
+    with pytest.raises(ValueError, match=r"The run to resume differs \(init: "):
         adapt(folder / "target", begun, [answers], tmp_path / "output", settings, resume=True, **how)
     DFlashDraftModel.from_pretrained(folder / "drafter").save_pretrained(begun)
     record = adapt(folder / "target", begun, [answers], tmp_path / "output", settings, resume=True, **how)

@@ -380,7 +380,7 @@ def test_a_mix_of_a_file_and_a_stream_has_its_weights(target: Path, folder: str,
 def test_streams_that_cannot_be_read_are_refused(
     target: Path, folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=r"^streaming reads data only as far as it is asked to: give samples"):
+    with pytest.raises(ValueError, match=r"^streaming needs a number of rows to stop at: give samples"):
         TrainingSettings(streaming=True)
     settings = TrainingSettings(**TINY, samples=5, streaming=True)
     with pytest.raises(ValueError, match=r"^.*set has no split 'test': choose one of train\.$"):

@@ -291,7 +291,7 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(run: Any, tmp_path
     assert re.search(r"memory    about \d+.*estimated from shapes", out)
     assert re.search(r"time      about \d+ s: \d+\.\d\d s a step, mean of 3 measured steps", out)
     assert re.search(
-        r"speed     a draft and its check take as long as \d+\.\d plain tokens: decoding is faster above", out
+        r"speed     a step takes as long as \d+\.\d plain tokens: decoding is faster if tau is larger", out
     )
     assert list(tmp_path.iterdir()) == []
     words = flags(**TINY | {"steps": 2}, features=tmp_path / "features")
@@ -731,7 +731,7 @@ def test_several_data_are_one_mix(run: Any, folder: Path, tmp_path: Path) -> Non
     (tmp_path / "others.jsonl").write_text("\n".join(map(json.dumps, rows)))
     both = ["--data", f"{folder / 'data.jsonl'}:0.5", "--data", f"{tmp_path / 'others.jsonl'}:0.25"]
     status, _, err = run(*both, "--output", tmp_path / "drafter", *flags(**TINY, min_length=18, license="mit"))
-    assert (status, err) == (0, "Left out: 20 shorter than 18 tokens, 10 beyond their weight in the mix.\n")
+    assert (status, err) == (0, "Left out: 20 shorter than 18 tokens, 10 to keep the shares of the mix.\n")
     facts = json.loads((tmp_path / "drafter" / "training.json").read_text())
     assert (facts["data"]["examples"], facts["held_out"]["prompts"]) == (28, 2)
     assert facts["data_name"] == "data.jsonl:0.5, others.jsonl:0.25"
@@ -851,7 +851,7 @@ def test_better_checkpoints_are_uploaded_and_a_refused_upload_ends_no_run(folder
     assert json.loads(repo.head().files["training.json"]) == facts, "of the whole run"
     assert {"model.safetensors", "config.json", "README.md"} <= set(repo.head().files)
     uploaded, refused, no_namespace, no_sharing, no_token = said[0], said[-4], *said[-3:]
-    assert re.search(r"^Step \d is at http.*/me/mine-DFlash\.$", uploaded)
+    assert re.search(r"^The checkpoint of step \d was uploaded to http.*/me/mine-DFlash\.$", uploaded)
     assert "was not uploaded, and the run goes on: you/theirs-DFlash was not published" in refused
     assert "names no namespace: give namespace/name" in no_namespace
     assert f"the licence cc-by-nd-4.0 of {mine} forbids to share a changed copy" in no_sharing

@@ -506,6 +506,16 @@ def test_the_memory_estimate_counts_a_mask_for_each_type_of_layer(target: PreTra
     assert estimated[1] - estimated[0] == 4 * scored
 
 
+def test_tables_that_are_trained_alone_need_no_muon(target: PreTrainedModel) -> None:
+    """DSpark's bias, added to a frozen drafter, is two tables."""
+    drafter = new_drafter(target, mask_token_id=MASK_ID, num_hidden_layers=1, block_size=4, markov_rank=3)
+    for name, parameter in drafter.named_parameters():
+        parameter.requires_grad_(name.startswith("markov_head"))
+    (optimizer,) = build_optimizers(drafter, 1e-3, 0.1, 2e-3)
+    (group,) = optimizer.param_groups
+    assert (type(optimizer).__name__, group["lr"], len(group["params"])) == ("AdamW", 2e-3, 2)
+
+
 @pytest.mark.parametrize("head", ["selector", "domino", "dspark"])
 def test_each_weight_has_its_optimiser_rate_and_decay(target: PreTrainedModel, head: str) -> None:
     """Norms were decayed beside Muon, and it mixed the rows of codebooks, which are looked up by token."""

@@ -199,7 +199,7 @@ def test_a_mix_has_its_weights_and_no_repeats() -> None:
     kept, left_out = mixed([many + many[:5], few], (0.6, 0.4), settings)
     assert [sum(example.input_ids[0] == first for example in kept) for first in (3, 4)] == [12, 8]
     assert len(set(kept)) == 20
-    assert left_out == {"repeats of another one": 5, "beyond their weight in the mix": 38}
+    assert left_out == {"repeats of another one": 5, "to keep the shares of the mix": 38}
     assert mixed([many + many[:5], few], (0.6, 0.4), settings)[0] == kept
     assert mixed([many, few], (0.6, 0.4), TrainingSettings(seed=1))[0] != kept
     assert mixed([many, few], (None, None), settings) == ([*many, *few], {})
@@ -223,7 +223,7 @@ def test_a_weight_ends_the_name_of_a_part(tmp_path: Path) -> None:
     (tmp_path / "rows:2").touch()
     assert parts_of(tmp_path / "rows:2") == [(str(tmp_path / "rows:2"), None)]
     for wrong in ("a:-1", "a:nan", "a:inf"):
-        with pytest.raises(ValueError, match="give a number above 0, or leave the part out"):
+        with pytest.raises(ValueError, match="is not above 0: give a larger one, or leave this source out"):
             parts_of(wrong)
 
 
@@ -283,7 +283,7 @@ def test_ids_that_the_target_does_not_know_are_refused() -> None:
     [
         (0, "mask_token_id=0 is also the padding token: choose an id that never occurs in text"),
         (2, r"mask_token_id=2 is also an end-of-text \(2\) token"),
-        (50, "mask_token_id=50 is no row of the target's embedding, which has 50"),
+        (50, "mask_token_id=50 is no id of the target: choose one from 0 to 49"),
         (-1, "mask_token_id=-1 is no row"),
     ],
 )

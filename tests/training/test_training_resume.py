@@ -315,7 +315,9 @@ def test_an_output_that_holds_a_run_is_not_written_over_unasked(tmp_path: Path) 
     run(output, short, overwrite=True)
     assert json.loads((output / "training.json").read_text())["settings"]["steps"] == 1
     (output / "training.json").write_text('{"mark": 1}')
-    with pytest.raises(ValueError, match=r"a checkpoint of no run and no training state.*nothing to resume"):
+    with pytest.raises(
+        ValueError, match=r"a checkpoint that no training run wrote, and there is no training state .* to resume"
+    ):
         run(output, short, resume=True)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "text.md").write_text("mine")

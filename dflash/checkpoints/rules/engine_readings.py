@@ -180,7 +180,10 @@ def _vllm_attention(config: Config, types: list[str], sliding_window: int | None
 
 
 def _read_as_vllm(config: Config) -> Reading:
-    """vLLM: ids that count from the embedding, else `dflash_config`, else the top level. The user gives the block."""
+    """vLLM: taps of `eagle_aux_hidden_state_layer_ids`, else of `dflash_config`, else of the top level.
+
+    It reads no block size, which a flag gives, so the one that is meant counts. In a speculators config one flag makes all layers causal.
+    """
     published = meant(config)
     if dialect_of(dict(config)) == SPECULATORS:
         is_causal = not config.get("sliding_window_non_causal", True)  # one flag, for full layers too
