@@ -17,7 +17,7 @@ from dflash.common.stopwatch import stopwatch
 from dflash.engine.history import History
 from dflash.engine.many_texts import drafting_of
 from dflash.engine.state import PairState
-from dflash.model.configuration_dflash import FLAG, Checks, check_values, is_a, is_number, is_whole_number
+from dflash.model.configuration_dflash import Checks, check_values, is_a, is_number, is_whole_number
 from dflash.training import ADAPTATION, OnlineTrainer, Rollouts, TrainingSettings
 
 
@@ -42,14 +42,14 @@ SETTINGS: Checks = {
     "most_texts": (_is_count, "use a number of texts from 1 on"),
     "time_share": (_is_share, "use a share of the run's seconds, from 0 to 1"),
     "history": (is_a(History), "pass a dflash.History, or leave it out"),
-    "adaptive": FLAG,
 }
 
 
 class DrafterCallback(TrainerCallback):
     """Trains a pair's drafter between the optimizer steps of its policy, on what the policy writes.
 
-    The policy is the model of a pair's folder. Its texts keep their distribution: a drafter decides how soon a token comes, never
+    The policy is the model of a pair's folder. While the trainer runs, as many tokens are drafted as pay, and none in batches that are
+    too large for it, unless the pair's settings say `"adaptive": false`. Its texts keep their distribution: a drafter decides how soon a token comes, never
     the token. The policy's weights, modes and random numbers are not changed.
 
     The trainer's log gets `drafter/tau`, `drafter/tokens_per_step`, `drafter/seconds` (since the last line) and `drafter/steps`. A
@@ -58,14 +58,13 @@ class DrafterCallback(TrainerCallback):
     Args:
         every: Trains after every so many optimizer steps.
         when_tau_falls: Trains after each optimizer step before which tau was below the best one by more than this share. It is
-            that of whole blocks, by how often their tokens were accepted, so that it does not depend on `adaptive`.
+            that of whole blocks, by how often their tokens were accepted, however wide the steps were.
         steps: Steps of the drafter in one round.
         settings: The recipe, that of `dflash adapt` by default.
         most_texts: Newest texts that are kept to train on.
         time_share: A round is left out if rounds would take more than this share of the run's seconds. `None`: no limit.
         has_permission: Train also a drafter whose licence allows no derivatives, because its authors do.
         history: Earlier texts, which the policy's drafts are taken from, too, and to which its texts are added.
-        adaptive: Draft as many tokens as pay while the trainer runs, and none in batches that are too large for drafts to pay.
 
     Raises:
         ValueError: for settings out of range, at once. When training begins: for a policy that is no pair or has no drafter of
@@ -89,7 +88,6 @@ class DrafterCallback(TrainerCallback):
         time_share: float | None = 0.15,
         has_permission: bool = False,
         history: History | None = None,
-        adaptive: bool = True,
     ) -> None:
         given = {
             "every": every,
@@ -98,7 +96,6 @@ class DrafterCallback(TrainerCallback):
             "most_texts": most_texts,
             "time_share": time_share,
             "history": history,
-            "adaptive": adaptive,
         }
         check_values(given, SETTINGS)
         if every is None and when_tau_falls is None:
@@ -109,7 +106,7 @@ class DrafterCallback(TrainerCallback):
         self.settings = settings
         self.time_share = time_share
         self.has_permission = has_permission
-        self.requests = {"history": history, "adaptive": adaptive}  # settings of the policy's requests
+        self.history = history
         self.rollouts = Rollouts(most_texts)
         self.best_tau = 0.0
         self.drafter: Any = None
@@ -141,7 +138,7 @@ class DrafterCallback(TrainerCallback):
         self._pair.watchers.append(self._watch)
         self._drafting = drafting
         self._settings_before = drafting.settings
-        drafting.settings = {**drafting.settings, **self.requests}
+        drafting.settings = {"adaptive": True, **drafting.settings, "history": self.history}
         self._clock = stopwatch()
 
     def _watch(self, sequences: Any, blocks: Any) -> None:

@@ -1,6 +1,6 @@
 """A batch whose sequences belong to requests of their own, and come and go one by one.
 
-Each request reads its prompt into caches of its own (`Member`). Then its row joins the batch (`Batch`), whose rows are drafted and
+Each request reads its prompt into caches of its own (`Member`). Then its row joins the batch (`RowBatch`), whose rows are drafted and
 verified together, and each is accepted by its own request's processors, uniforms and criteria. So a text is the one that
 its request gets alone.
 """
@@ -241,7 +241,7 @@ class RowRunner(EagerRunner):
         self.has_kept()
 
 
-class Batch(Member):
+class RowBatch(Member):
     """The rows of many requests, drafted and verified together.
 
     Attributes:

@@ -25,7 +25,7 @@ from dflash.model.generation_dflash import generate_blocks
 from dflash.model.requests_dflash import IS_COUNT, IS_COUNT_OR_ZERO, first_of, own_processors
 from dflash.model.targets_dflash import InexactError, max_positions
 
-from .batching import Batch, Member, read_prompts
+from .batching import Member, RowBatch, read_prompts
 from .conversations import Conversations
 from .tickets import BatchOutput, Cancelled, ThreadStatus, Ticket, as_prompt
 
@@ -98,7 +98,7 @@ class BatchManager:
         self._settings = self._checked(keywords)
         self._chunk_size = self._settings["prefill_chunk_size"]
         # A request that is checked and not run. Its generator spares torch's global one.
-        probe = {"decoder_class": Batch, "max_new_tokens": INITIAL_NEW_TOKENS, "generator": torch.Generator()}
+        probe = {"decoder_class": RowBatch, "max_new_tokens": INITIAL_NEW_TOKENS, "generator": torch.Generator()}
         self._batch: Any = self._decoder([self._harmless_id()], **probe)
         self._most_rows = self._rows_allowed(limits["max_requests_per_batch"], limits["max_batch_tokens"])
         self._most_positions = self._positions_allowed(limits["num_blocks"])

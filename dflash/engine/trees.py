@@ -115,7 +115,7 @@ def in_front(is_chosen: torch.Tensor) -> torch.Tensor:
 Found = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # of each depth: log-probabilities, parents, tokens
 
 
-class Candidates:
+class Branches:
     """The likeliest tokens of each position, and their log-probabilities, whatever was chosen before: without a head."""
 
     def __init__(self, logits: torch.Tensor, temperature: float, device: torch.device) -> None:
@@ -132,7 +132,7 @@ class Candidates:
         """Goes on from the paths `parents` [B, M] with the candidates `choices` [B, M] of a position. No path has a state."""
 
 
-class HeadCandidates(Candidates):
+class HeadBranches(Branches):
     """Those of a drafter whose head scores the candidates after each path, from the state that the path leaves."""
 
     def __init__(
@@ -158,7 +158,7 @@ class HeadCandidates(Candidates):
         self.states = hidden_states.new_zeros(len(anchors), 1, head.state_size)  # before that token, [B, M, H]
 
     def after_paths(self, position: int) -> torch.Tensor:
-        """As `Candidates.after_paths`."""
+        """As `Branches.after_paths`."""
         head = self.head
         num_texts, num_paths, _ = self.previous.shape
         states = head.read(self.previous.flatten(0, 1), self.states.flatten(0, 1))
@@ -172,25 +172,25 @@ class HeadCandidates(Candidates):
         return log_probs.unflatten(0, (num_texts, num_paths))
 
     def follow(self, position: int, parents: torch.Tensor, choices: torch.Tensor) -> None:
-        """As `Candidates.follow`."""
+        """As `Branches.follow`."""
         self.states = rows_at(self.states, parents)
         self.previous = rows_at(self.inputs[:, position], choices)
 
 
-def grown(candidates: Candidates, anchors: torch.Tensor, num_nodes: int) -> TreeProposals:
+def grown(branches: Branches, anchors: torch.Tensor, num_nodes: int) -> TreeProposals:
     """The `num_nodes` most probable paths through the candidates of each position after anchors [B, 1], best first.
 
     Grown depth by depth: each path goes on from its own state, all of a depth at once. Probabilities only fall along a path, so
     as many paths of a depth as the tree has room for are enough. A tree with fewer nodes holds the first of them.
     """
-    token_ids = candidates.token_ids
+    token_ids = branches.token_ids
     device = token_ids.device
     _, num_positions, top_k = token_ids.shape
     totals = torch.zeros(anchors.shape, device=device)  # log-probabilities of M paths, [B, M]
     found: Found = []
     first, num_found = 0, 1  # the anchor
     for position in range(num_positions):
-        log_probs = candidates.after_paths(position)
+        log_probs = branches.after_paths(position)
         longer = (totals[..., None] + log_probs).flatten(1)
         totals, places = longer.topk(min(num_nodes - position, longer.shape[1]))
         if device.type == "cpu":  # a GPU would wait longer for the number than it saves
@@ -201,7 +201,7 @@ def grown(candidates: Candidates, anchors: torch.Tensor, num_nodes: int) -> Tree
         chosen_ids = token_ids[:, position].gather(1, choices)
         found.append((totals, first + parents, chosen_ids))
         first, num_found = num_found, num_found + places.shape[1]
-        candidates.follow(position, parents, choices)
+        branches.follow(position, parents, choices)
     return best_of(found, num_nodes, anchors.device)
 
 
@@ -255,10 +255,10 @@ class TreeProposer:
         head = drafter.causal_head(drafts.embed)
         temperature = drafts.request.temperature
         if head is None:
-            candidates = Candidates(logits, temperature, hidden_states.device)
+            branches = Branches(logits, temperature, hidden_states.device)
         else:
-            candidates = HeadCandidates(head, hidden_states, logits, anchors, temperature)
-        return grown(candidates, anchors, num_nodes)
+            branches = HeadBranches(head, hidden_states, logits, anchors, temperature)
+        return grown(branches, anchors, num_nodes)
 
     def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
         """As `DraftProposer.record`."""

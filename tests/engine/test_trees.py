@@ -31,8 +31,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from dflash import Conversation, spec_generate
 from dflash.engine.trees import (
-    Candidates,
-    HeadCandidates,
+    Branches,
+    HeadBranches,
     TreeAcceptance,
     TreeAcceptor,
     TreeCache,
@@ -58,10 +58,10 @@ def trees_of(
     head: Any, states: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor, budget: int
 ) -> TreeProposals:
     states, logits = states[:, :budget], logits[:, :budget]
-    candidates = Candidates(logits, TEMPERATURE, states.device)
+    branches = Branches(logits, TEMPERATURE, states.device)
     if head is not None:
-        candidates = HeadCandidates(head, states, logits, anchors, TEMPERATURE)
-    return grown(candidates, anchors, budget)
+        branches = HeadBranches(head, states, logits, anchors, TEMPERATURE)
+    return grown(branches, anchors, budget)
 
 
 def tokens_of(proposals: TreeProposals, place: int) -> list[tuple[int, ...]]:

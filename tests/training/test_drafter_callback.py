@@ -24,15 +24,10 @@ RECIPE = ADAPTATION.changed(learning_rate=1e-3, num_anchors=16)
 NEW_TOKENS = 24
 
 
-def callback_of(**settings: Any) -> DrafterCallback:
-    """A callback whose drafts do not depend on the clock."""
-    return DrafterCallback(adaptive=False, **settings)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded pair, without lookups, as one folder; read-only."""
-    settings = {"prompt_lookup_num_tokens": 0}
+    """The embedded pair as one folder, without lookups, and with drafts that do not depend on the clock; read-only."""
+    settings = {"prompt_lookup_num_tokens": 0, "adaptive": False}
     return make_pair(TARGET, DRAFTER, tmp_path_factory.mktemp("pairs") / "pair", settings=settings)
 
 
@@ -120,7 +115,7 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def followed(folder: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, DrafterCallback]:
     """A run with a callback that trains after each step."""
-    callback = callback_of(every=1, steps=4, settings=RECIPE, time_share=None, most_texts=4)
+    callback = DrafterCallback(every=1, steps=4, settings=RECIPE, time_share=None, most_texts=4)
     return run(folder, tokenizer, tmp_path_factory.mktemp("run"), callback), callback
 
 
@@ -132,7 +127,7 @@ def alone(folder: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 
 def test_the_drafter_follows_a_policy_that_moves(folder: Path, tokenizer: Any, followed: Any, tmp_path: Path) -> None:
     trainer, _ = followed
-    watching = callback_of(every=1000)
+    watching = DrafterCallback(every=1000)
     without = of_log(run(folder, tokenizer, tmp_path, watching), "drafter/tau")
     taus = of_log(trainer, "drafter/tau")
     assert taus[0] == without[0]
@@ -173,7 +168,7 @@ def test_recorded_texts_are_the_rollouts_with_their_rejected_anchors(followed: A
 
 
 def test_rejected_anchors_are_where_blocks_were_rejected(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
-    callback = callback_of(every=1000)
+    callback = DrafterCallback(every=1000)
     trainer = run(folder, tokenizer, tmp_path, callback, num_steps=1)
     callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
     prompt_ids = trainer.rollouts[0][:1, :60]
@@ -193,7 +188,7 @@ def test_rejected_anchors_are_where_blocks_were_rejected(folder: Path, tokenizer
 def test_batches_of_requests_are_recorded_too(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
     """What trl calls with `use_transformers_continuous_batching`."""
     pytest.importorskip("transformers.generation.continuous_batching.requests", reason="transformers 5")
-    callback = callback_of(every=1000)
+    callback = DrafterCallback(every=1000)
     trainer = run(folder, tokenizer, tmp_path, callback, num_steps=1)
     callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
     outputs = callback.drafter.generate_batch([[5, 6, 7], [8, 9]], target=trainer.model, max_new_tokens=NEW_TOKENS)
@@ -204,38 +199,36 @@ def test_batches_of_requests_are_recorded_too(folder: Path, tokenizer: Any, tmp_
 
 
 def test_it_trains_when_tau_has_fallen_and_not_before(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
-    still = callback_of(when_tau_falls=0.5, steps=1, settings=RECIPE, time_share=None)
+    still = DrafterCallback(when_tau_falls=0.5, steps=1, settings=RECIPE, time_share=None)
     trainer = run(folder, tokenizer, tmp_path / "still", still, num_steps=4, learning_rate=0.0)
     assert of_log(trainer, "drafter/steps")[-1] == 0
-    moved = callback_of(when_tau_falls=0.2, steps=1, settings=RECIPE, time_share=None)
+    moved = DrafterCallback(when_tau_falls=0.2, steps=1, settings=RECIPE, time_share=None)
     trainer = run(folder, tokenizer, tmp_path / "moved", moved)
     assert 0 < of_log(trainer, "drafter/steps")[-1] < 10
 
 
 def test_no_round_without_time_for_it(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
-    callback = callback_of(every=1, steps=1, settings=RECIPE, time_share=0.0)
+    callback = DrafterCallback(every=1, steps=1, settings=RECIPE, time_share=0.0)
     trainer = run(folder, tokenizer, tmp_path, callback, num_steps=3)
     assert of_log(trainer, "drafter/steps")[-1] <= 1
 
 
 def test_texts_of_the_policy_become_its_history(folder: Path, tokenizer: Any, alone: Any, tmp_path: Path) -> None:
     history = History(ngram_size=3)
-    callback = callback_of(every=1000, history=history)
+    callback = DrafterCallback(every=1000, history=history)
     trainer = run(folder, tokenizer, tmp_path, callback)
     texts = [text[text.ne(tokenizer.pad_token_id)].tolist() for batch in trainer.rollouts for text in batch]
     assert sorted(texts) == sorted(map(list, history._texts.values()))
     assert all(map(torch.equal, trainer.rollouts, alone.rollouts))
     with_history = of_log(trainer, "drafter/tokens_per_step")
-    without = of_log(run(folder, tokenizer, tmp_path, callback_of(every=1000)), "drafter/tokens_per_step")
+    without = of_log(run(folder, tokenizer, tmp_path, DrafterCallback(every=1000)), "drafter/tokens_per_step")
     assert with_history[0] == without[0]
     assert sum(with_history) > 1.05 * sum(without)
 
 
-def test_as_many_tokens_as_pay_are_drafted_while_the_trainer_runs(
-    folder: Path, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_as_many_tokens_as_pay_are_drafted_while_the_trainer_runs(tokenizer: Any, tmp_path: Path) -> None:
     callback = DrafterCallback(every=1000)
-    trainer = run(folder, tokenizer, tmp_path, callback, num_steps=1)
+    trainer = run(own_folder(tmp_path), tokenizer, tmp_path / "run", callback, num_steps=1)
     widths = PairState.of(callback.drafter, trainer.model).widths
     assert widths
     widths.clear()
@@ -303,7 +296,6 @@ def test_a_pair_without_a_drafter_of_the_package_is_refused(tmp_path: Path) -> N
         ({"every": 1, "steps": 0}, "steps=0"),
         ({"every": 1, "time_share": 2}, "time_share=2"),
         ({"every": 1, "history": []}, r"history=\[\]"),
-        ({"every": 1, "adaptive": 1}, "adaptive=1"),
     ],
     ids=str,
 )
