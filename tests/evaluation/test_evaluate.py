@@ -333,6 +333,12 @@ def test_changed_rows_are_asked_again(tmp_path: Path) -> None:
     assert key(question) not in {key(replace(question, turns=("b",))), key(replace(question, reference="2"))}
 
 
+def test_a_journal_of_half_a_line_holds_nothing(tmp_path: Path) -> None:
+    """Promise: a run that was killed at its first line goes on as a new one."""
+    (tmp_path / "r.jsonl").write_bytes(b'{"settings": {"a"')
+    assert Journal(tmp_path / "r.jsonl", {"a": 1}).read() == {}
+
+
 class Sibling(Processes):
     """One of two processes, whose sibling's items are known."""
 
