@@ -113,8 +113,8 @@ def _answering(answers: AdaptationAnswers, settings: Any) -> Any:
 
 
 def _print_point(point: dict[str, Any]) -> None:
-    taus = ", ".join(f"{name} {domain['tau']:.2f}" for name, domain in point["domains"].items())
-    print(f"step {point['step']}: tau {taus}", flush=True)
+    taus = [f"{name} {domain['tau']:.2f}" for name, domain in point["domains"].items()]
+    print(f"step {point['step']}: tau {', '.join(taus)}", flush=True)
 
 
 def _print_result(output: Path, record: Any) -> None:

@@ -80,7 +80,7 @@ def bench(
     if (target is None) != (drafter is None):
         raise ValueError("--target and --drafter go together: give both, or neither for the embedded pair.")
     methods = None if measured.methods is None else listed(measured.methods, "--methods")
-    dialogues = {name: rows[:limit] for name, rows in read_prompt_files(prompts or ()).items()}
+    dialogues = read_prompt_files(prompts or ())
     output = result.output
     with ExitStack() as lock:
         if output is not None:
@@ -92,9 +92,11 @@ def bench(
 
         check_methods(methods or ())
         pair = _pair(target, drafter, models)
-        dialogues = dialogues or {"held-out templates": heldout_dialogues()[:limit]}
+        dialogues = dialogues or {"held-out templates": heldout_dialogues()}
         encode = encoder(pair.tokenizer, template)
-        encoded = [Prompt(task, encode(dialogue)) for task, rows in dialogues.items() for dialogue in rows]
+        encoded = []
+        for task, of_task in dialogues.items():
+            encoded += [Prompt(task, encode(dialogue)) for dialogue in of_task[:limit]]
         facts = {
             "target": target,
             "drafter": drafter,

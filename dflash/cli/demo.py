@@ -32,7 +32,9 @@ def demo(
             )
         pair = Pair(*load_embedded_pair(dtype, DOMINO_NAME if domino else DRAFTER_NAME))
         advance()
-        texts = [problem.question for problem in problems[:prompts]] if prompt is None else [checked_prompt(prompt)]
+        texts = [problem.question for problem in problems[:prompts]]
+        if prompt is not None:
+            texts = [checked_prompt(prompt)]
         inputs = [encode(pair, text) for text in texts]
         warm_up(pair, inputs[0])
     show_comparison(pair, texts, inputs, max_new_tokens)

@@ -123,7 +123,10 @@ def _trials(rows: list[dict[str, Any]], last: int) -> Table:
         if row["tau"] is None:
             table.add_row(f"{change} ({row['error']})", "-")
             continue
-        shares = dict(enumerate(row["accepted_at"], start=1))
-        figures = [f"{100 * shares[place]:.0f} %" if place in shares else "" for place in places]
+        shares = row["accepted_at"]
+        figures = []
+        for place in places:
+            is_known = place <= len(shares)
+            figures.append(f"{100 * shares[place - 1]:.0f} %" if is_known else "")
         table.add_row(change, f"{row['tau']:.2f}", *figures)
     return table

@@ -46,8 +46,11 @@ def publish(
     from dflash.checkpoints import publish as publish_it
 
     publication = plan_publication(folder, repo_id, target, base_model)
-    drafter, target_name = (publication.report.folder, str(folder)) if publication.is_pair else (folder, target)
-    licences = licence_lines("publish", drafter, target_name, accept_licence)
+    drafter = folder
+    if publication.is_pair:
+        drafter = publication.report.folder
+        target = str(folder)
+    licences = licence_lines("publish", drafter, target, accept_licence)
     if dry_run:
         _show(publication)
         print(*licences, sep="\n")

@@ -315,15 +315,12 @@ def _other_masks(config: Any, vocab_size: int, tokenizer: Any) -> Iterator[Varia
     for token, token_id in sorted(tokens.items(), key=lambda entry: entry[1]):
         if "mask" in token.lower() and not token.isalnum():
             names[token_id] = token
-    for token_id, name in (
-        (tokenizer.mask_token_id, "the tokenizer's mask token"),
-        (max(tokens.values()) + 1, "the first row of the embedding that no token has"),
-        (tokenizer.pad_token_id, "the pad token"),
-        (tokenizer.unk_token_id, "the unknown token"),
-        (vocab_size - 1, "the last row of the embedding"),
-        (0, "the first row of the embedding"),
-    ):
-        names.setdefault(token_id, name)
+    names.setdefault(tokenizer.mask_token_id, "the tokenizer's mask token")
+    names.setdefault(max(tokens.values()) + 1, "the first row of the embedding that no token has")
+    names.setdefault(tokenizer.pad_token_id, "the pad token")
+    names.setdefault(tokenizer.unk_token_id, "the unknown token")
+    names.setdefault(vocab_size - 1, "the last row of the embedding")
+    names.setdefault(0, "the first row of the embedding")
     own = config.mask_token_id
     possible = [token_id for token_id in names if token_id not in (None, own) and token_id < vocab_size]
     for token_id in possible[:MOST_MASKS]:

@@ -27,7 +27,10 @@ class Journal(JsonLines):
         """Finished questions of all processes by [`key`]; ValueError if a part was begun with other settings."""
         finished: dict[str, list[TaskAnswer]] = {}
         for part in self.parts():
-            begun, *records = [json.loads(line) for _, line in whole_lines(part)] or [{"settings": self._settings}]
+            records = [json.loads(line) for _, line in whole_lines(part)]
+            if not records:
+                continue
+            begun, *records = records
             changed = changes(begun["settings"], self._settings)
             if changed:
                 raise ValueError(

@@ -69,7 +69,8 @@ def decoding_methods(
     shape. ValueError for a name that does not exist, with those that do.
     """
     check_methods(names or ())
-    chosen = [PLAIN, *(name for name in METHODS if name != PLAIN and (names is None or name in names))]
+    wanted = METHODS if names is None else (PLAIN, *names)
+    chosen = [name for name in METHODS if name in wanted]
 
     plain = partial(timed_generate, target, max_new_tokens=max_new_tokens, **GREEDY)
 

@@ -128,7 +128,11 @@ def drawings(result: dict[str, Any]) -> list[Drawing]:
 
 def save_plots(result: dict[str, Any], output: Path) -> list[Path]:
     """Writes a result's figures as PNG beside `output`, which names them; returns their paths."""
-    return [_save(drawing, output.with_name(f"{output.stem}_{drawing.name}.png")) for drawing in drawings(result)]
+    paths = []
+    for drawing in drawings(result):
+        path = output.with_name(f"{output.stem}_{drawing.name}.png")
+        paths.append(_save(drawing, path))
+    return paths
 
 
 def save_drawing(result: dict[str, Any], name: str, path: Path) -> Path:

@@ -154,7 +154,8 @@ def speedups(
 
     `paper` holds published speed-ups of the same pair by [`task_key`]; they are drawn hatched beside the measured ones.
     """
-    tasks = grouped((row for row in rows if row["method"] != PLAIN and row.get("speedup") is not None), TASK)
+    compared = [row for row in rows if row["method"] != PLAIN and row.get("speedup") is not None]
+    tasks = grouped(compared, TASK)
     colours = _colours(tasks, theme)
     for task, of_task in tasks.items():
         published = (paper or {}).get(task_key(task))
@@ -228,7 +229,8 @@ def step_time(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figu
     """
     drawn: list[Curve] = []
     for name, colour in (("verify", theme.ours), ("draft", theme.lookup)):
-        points = [(row["width"], row[f"ms_{name}"]) for row in rows if row.get(f"ms_{name}") is not None]
+        field = f"ms_{name}"
+        points = [(row["width"], row[field]) for row in rows if row.get(field) is not None]
         if points:
             drawn.append((name, colour, sorted(points)))
     labels = Labels(

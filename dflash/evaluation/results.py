@@ -81,12 +81,16 @@ def read_result(path: str | Path) -> dict[str, Any]:
         if not isinstance(result[name], shape):
             raise _refusal(path, f"is no result: its {name} is {result[name]!r}; give one")
     rows = result.get("summary")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):
+    if not isinstance(rows, list) or not all(map(_is_row, rows)):
         rows = []
     for name in KNOWN_BY.get(result["kind"], ()):
         if any(name not in row for row in rows):
             raise ValueError(f"{path} is no whole result: a row of its summary has no {name}; measure again.")
     return {**result, "summary": rows}
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value)
 
 
 def _refusal(path: Path, problem: str) -> ValueError:
@@ -233,7 +237,13 @@ def setup(result: dict[str, Any]) -> Facts:
         "tau by": taus[0] if taus else None,
     }
     needed = NEEDED.get(result["kind"], ())
-    return {name: str(fact) if fact else None for name, fact in facts.items() if fact or name in needed}
+    known: Facts = {}
+    for name, fact in facts.items():
+        if fact:
+            known[name] = str(fact)
+        elif name in needed:
+            known[name] = None
+    return known
 
 
 def stated(facts: Facts) -> str:

@@ -214,7 +214,9 @@ def run(path: str, channel: int) -> None:
 
 def main() -> None:
     """Reads the arguments, confines this process and becomes the program."""
-    limits, channel, path = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    limits = json.loads(sys.argv[1])
+    channel = int(sys.argv[2])
+    path = sys.argv[3]
     sys.argv = [path]
     limit(resource.RLIMIT_CPU, limits["cpu_seconds"])
     limit(resource.RLIMIT_AS, limits["memory_bytes"])

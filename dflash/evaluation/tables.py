@@ -156,7 +156,11 @@ def chosen(parts: Sequence[Part], headline: bool) -> list[Part]:
     """The parts; with `headline` the rows of the methods of `HEADLINE` alone."""
     if not headline:
         return list(parts)
-    return [([row for row in rows if row.get("method") in HEADLINE], keys) for rows, keys in parts]
+    shown: list[Part] = []
+    for rows, keys in parts:
+        of_headline = [row for row in rows if row.get("method") in HEADLINE]
+        shown.append((of_headline, keys))
+    return shown
 
 
 def _before_and_after(domains: Sequence[Row]) -> list[Part]:

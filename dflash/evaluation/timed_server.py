@@ -227,12 +227,18 @@ def drafting(before: Counters | None, after: Counters | None) -> Drafting | None
     new.subtract(before)
     drafts = new[f"{VLLM}drafts"]
     if drafts > 0:
-        positions = sorted(filter(None, map(ACCEPTED_AT.fullmatch, new)), key=lambda name: int(name[1]))
-        accepted = [new[name[0]] for name in positions]
+        at_position = {}
+        for name, count in new.items():
+            match = ACCEPTED_AT.fullmatch(name)
+            if match:
+                at_position[int(match[1])] = count
+        accepted = [at_position[position] for position in sorted(at_position)]
         lengths = []
         if accepted:
             # `accepted[i]` drafts had their proposal at position i accepted, and those before it.
-            lengths = [1 + sum(draft < count for count in accepted) for draft in range(round(drafts))]
+            for draft in range(round(drafts)):
+                num_accepted = sum(draft < count for count in accepted)
+                lengths.append(1 + num_accepted)
         return Drafting(
             1 + new[f"{VLLM}accepted_tokens"] / drafts,
             tuple(count / drafts for count in accepted),

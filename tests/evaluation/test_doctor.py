@@ -67,6 +67,8 @@ def test_two_faults_are_named_in_order_with_their_gains(tmp_path: Path, dflash_c
     first, second = result["advice"]
     assert (first["change"], second["change"]) == ("mask_token_id 3", "target_layer_ids [1, 2, 3, 4, 5]")
     assert first["tau_before"] < 2 < first["tau"] == second["tau_before"] < second["tau"]
+    (as_it_is,) = (line for line in out.splitlines() if line.startswith("as it is"))
+    assert as_it_is.count("%") == 5  # at 1, 2, 4, 8 and the last position
     said = " ".join(out.split())
     gains = [f"tau {one['tau_before']:.2f} → {one['tau']:.2f}" for one in result["advice"]]
     assert (

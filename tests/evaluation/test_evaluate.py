@@ -333,6 +333,12 @@ def test_changed_rows_are_asked_again(tmp_path: Path) -> None:
     assert key(question) not in {key(replace(question, turns=("b",))), key(replace(question, reference="2"))}
 
 
+def test_a_journal_of_half_a_line_holds_nothing(tmp_path: Path) -> None:
+    """Promise: a run that was killed at its first line goes on as a new one."""
+    (tmp_path / "r.jsonl").write_bytes(b'{"settings": {"a"')
+    assert Journal(tmp_path / "r.jsonl", {"a": 1}).read() == {}
+
+
 class Sibling(Processes):
     """One of two processes, whose sibling's items are known."""
 
@@ -436,6 +442,7 @@ def test_command_ends_with_a_table_and_a_file(
     assert [line.split()[:3] for line in out.splitlines() if " of " in line and "x" in line] == [
         [task, method, number] for task, number in (("gsm8k", "2"), ("mt-bench", "4")) for method in ("target.generate", "dflash")
     ]  # fmt: skip
+    assert {tuple(line.split()[:2]) for line in out.splitlines() if line.startswith("mean")} == {("mean", "dflash")}
     assert "thinking off, at most 8" in out
     result = json.loads(output.read_text())
     assert result["command"].startswith("dflash eval --target target --drafter drafter --data-root data")
@@ -453,7 +460,8 @@ def test_command_says_in_a_log_how_far_it_is(
 ) -> None:
     monkeypatch.setattr("dflash.cli.terminal.LINE_SECONDS", 0)
     asked = ("--target", folders[0], "--drafter", folders[1], "--data-root", data_root, "--tasks", "gsm8k")
-    error = run(*asked, "--limit", 2, "--max-new-tokens", 8)[2]
+    _, out, error = run(*asked, "--limit", 2, "--max-new-tokens", 8)
+    assert "mean" not in out  # of one task
     assert re.findall(r"^(\d of 2): gsm8k \d", error, re.MULTILINE) == ["1 of 2", "2 of 2"]
 
 

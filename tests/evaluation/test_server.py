@@ -359,6 +359,18 @@ def test_counters_of_several_engines_are_added_up() -> None:
     assert drafting(read((30, 80)), read((10, 20))) is None  # restarted meanwhile
 
 
+def test_positions_are_read_in_their_own_order() -> None:
+    """Promise: ten positions and more, in whatever order the page lists them."""
+    name = "vllm:spec_decode_num_"
+    lines = [f"{name}drafts_total 4", f"{name}accepted_tokens_total 12"]
+    for position in (10, 2, 0, 1):
+        lines.append(f'{name}accepted_tokens_per_pos_total{{position="{position}"}} {4 - min(position, 3)}')
+    found = drafting({}, read_counters("\n".join(lines)))
+    assert found is not None
+    assert found.per_position == (1.0, 0.75, 0.5, 0.25)
+    assert found.acceptance_lengths == [5, 4, 3, 2]
+
+
 class Decoder(Engine):
     """A server that decodes: a target with a drafter or alone, its text streamed and its drafts counted block by block."""
 
