@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import PreTrainedModel
 
 from dflash import generate_blocks
+from dflash.engine import recorded
 from dflash.engine.state import PairState
 from dflash.engine.whole import WholeStep
 from dflash.evaluation import READING_OPERATIONS, READS
@@ -115,6 +116,14 @@ class PlayedRecorder:
         self.error: Exception | None = None
         self.fails_at = 0
         self.spoil: Callable[[WholeStep], Any] = lambda outputs: None
+
+    @classmethod
+    def of_the_cpu(cls, monkeypatch: pytest.MonkeyPatch) -> PlayedRecorder:
+        """A new one, which records the steps of the CPU."""
+        recorder = cls()
+        monkeypatch.setitem(recorded.RECORDERS, "cpu", recorder)
+        monkeypatch.setattr(recorded, "SMALLEST_CAPACITY", 512)
+        return recorder
 
     def __call__(self, function: Callable[[], WholeStep]) -> tuple[Callable[[], None], WholeStep]:
         if self.error is not None:

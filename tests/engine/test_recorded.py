@@ -21,10 +21,7 @@ RECORDED: dict[str, Any] = {"cuda_graph": True}
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> PlayedRecorder:
     """The recorder of the CPU."""
-    recorder = PlayedRecorder()
-    monkeypatch.setitem(recorded.RECORDERS, "cpu", recorder)
-    monkeypatch.setattr(recorded, "SMALLEST_CAPACITY", 512)
-    return recorder
+    return PlayedRecorder.of_the_cpu(monkeypatch)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tiny_models import GREEDY, counted_forwards, greedy, make_drafter, make_pro
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash import Conversation, spec_generate
-from dflash.engine import fallback_reason, recorded
+from dflash.engine import fallback_reason
 
 
 WAYS: dict[str, dict[str, Any]] = {"compiled": {"compile": True}, "recorded": {"cuda_graph": True}}
@@ -36,10 +36,7 @@ def played(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> PlayedCompil
         compiler = PlayedCompiler()
         monkeypatch.setattr(torch, "compile", compiler)
         return compiler
-    recorder = PlayedRecorder()
-    monkeypatch.setitem(recorded.RECORDERS, "cpu", recorder)
-    monkeypatch.setattr(recorded, "SMALLEST_CAPACITY", 512)
-    return recorder
+    return PlayedRecorder.of_the_cpu(monkeypatch)
 
 
 @pytest.fixture

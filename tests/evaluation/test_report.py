@@ -406,6 +406,14 @@ def test_rows_of_any_shape_read_as_those_that_are_known() -> None:
     assert cells == [["yes", "100", "2.50x", "0.3333"], [""] * 4]
 
 
+def filled_readme(run: Any, folder: Path) -> str:
+    """A README with the table of the result in `folder`."""
+    readme = folder / "README.md"
+    readme.write_text("<!-- eval:begin --><!-- eval:end -->", encoding="utf-8")
+    run(folder / "eval.json", "--pages", readme)
+    return readme.read_text(encoding="utf-8")
+
+
 @pytest.mark.usefixtures("_undrawn")
 def test_a_speedup_over_texts_of_another_length_is_said_to_be_one_of_seconds(run: Any, tmp_path: Path) -> None:
     """Promise: where rounding made a text longer or shorter, table and page say what the speed-up compares."""
@@ -416,10 +424,7 @@ def test_a_speedup_over_texts_of_another_length_is_said_to_be_one_of_seconds(run
     assert "a ratio of seconds" in said
     run(written(tmp_path, {**RESULT, "summary": [PLAIN, shorter]}), "--output", tmp_path / "out")
     assert said in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- eval:begin --><!-- eval:end -->", encoding="utf-8")
-    run(tmp_path / "eval.json", "--pages", readme)
-    assert said in readme.read_text(encoding="utf-8")
+    assert said in filled_readme(run, tmp_path)
 
 
 @pytest.mark.usefixtures("_undrawn")
@@ -432,10 +437,7 @@ def test_texts_that_rounding_may_change_are_said_to_be(run: Any, tmp_path: Path)
     run(written(tmp_path), "--output", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert said in html.unescape(page)
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- eval:begin --><!-- eval:end -->", encoding="utf-8")
-    run(tmp_path / "eval.json", "--pages", readme)
-    assert said in readme.read_text(encoding="utf-8")
+    assert said in filled_readme(run, tmp_path)
 
 
 @pytest.mark.usefixtures("_undrawn")
