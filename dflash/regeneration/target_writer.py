@@ -18,7 +18,7 @@ from transformers.generation import logits_process as processing
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.fingerprints import config_fingerprint, model_fingerprint
-from dflash.common.logits import broken_logits, check_logits, is_broken
+from dflash.common.logits import broken_logits, check_logits, dtype_name, is_broken
 from dflash.model.cache_dflash import CACHE_NAME, PreallocatedCache
 from dflash.model.configuration_dflash import check_values
 from dflash.model.decoding_dflash import Block
@@ -136,7 +136,7 @@ class TargetWriter:
         self.facts = {  # that the answers depend on besides requests and sampling
             "weights": model_fingerprint(target),
             "config": config_fingerprint(target.config, target.generation_config),
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": dtype_name(target),
         }
 
     def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:

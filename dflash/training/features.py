@@ -21,6 +21,7 @@ from tqdm import tqdm
 from dflash.common.files import write_text
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.json_lines import changes
+from dflash.common.logits import dtype_name
 from dflash.common.messages import Announce, counted, say_nothing
 
 from .batches import PADDING_DOCUMENT, Batch, batch_indices, collate
@@ -85,7 +86,7 @@ def facts_of(target: FrozenTarget, examples: Examples, wants_states: bool, preci
         "target": model_fingerprint(target.target),
         "target_layer_ids": list(target.drafter.config.target_layer_ids),
         "data": described(examples)["fingerprint"],
-        "dtype": str(target.target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.target),
         "mixed_precision": precision,
         "has_last_states": wants_states,
     }
