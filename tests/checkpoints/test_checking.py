@@ -461,6 +461,18 @@ def test_another_mask_token_in_the_tokenizer(portable: Path, target_folder: Path
     assert [(f.rule, f.value) for f in report.findings] == [("pair-mask", MASK_TOKEN_ID)]
 
 
+@pytest.mark.parametrize("text", ["{", "{}", '{"model": {"type": "of a later version"}}'])
+def test_a_tokenizer_that_cannot_be_read_is_one_sentence(
+    portable: Path, target_folder: Path, tmp_path: Path, text: str
+) -> None:
+    target = Path(shutil.copytree(target_folder, tmp_path / "other-target"))
+    (target / "tokenizer.json").write_text(text)
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json cannot be read \(.*\): fetch or write the file again, or install"
+    ):
+        check(portable, str(target))
+
+
 def test_fewer_positions_than_the_target(drafter: Path, target_folder: Path) -> None:
     report = check(edit(drafter, top(max_position_embeddings=64)), str(target_folder))
     assert rules(report, "warning") == {"pair-positions"}
