@@ -96,8 +96,11 @@ class Request:
 
 @contextmanager
 def client_of(url: str, home: Path, token: str | None = None) -> Iterator[None]:
-    """Makes this process a client of the hub at `url` in the body, with its cache and its token at `home`."""
-    from huggingface_hub import constants, hf_api, utils
+    """Makes this process a client of the hub at `url` in the body, with its cache and its token at `home`.
+
+    What asks the Hub through transformers needs a process of its own: transformers keeps a client.
+    """
+    from huggingface_hub import constants, file_download, utils
 
     reset_sessions = getattr(utils, "reset_sessions", lambda: None)  # before 1.0 a session stays offline, or online
     with pytest.MonkeyPatch.context() as patch:
@@ -106,9 +109,9 @@ def client_of(url: str, home: Path, token: str | None = None) -> Iterator[None]:
         patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
         patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url)
-        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        for module in (constants, file_download):  # before 1.0 the second one has a copy
+            patch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
         patch.setattr(constants, "ENDPOINT", url)
-        patch.setattr(hf_api.api, "endpoint", url)
         patch.setenv("HF_TOKEN", token or "")
         reset_sessions()
         yield

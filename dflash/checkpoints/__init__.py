@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .folders import check_replaceable, replace_folder, save_checkpoint, written_aside
     from .licences import HOW_TO_STATE, Card, Licence, licence_lines, read_card, read_licence
     from .pairing import make_pair, save_pair
-    from .publishing import Publication, Published, plan_publication, publish
+    from .publishing import Publication, Published, check_repository, check_token, plan_publication, publish
     from .rules import ENGINES, Finding, Report, Verdict, check, report_lines
     from .serving import ServerCommand, declared_block_size, refuse_unfit, run_server, server_command
 
@@ -43,6 +43,8 @@ __all__ = [
     "Verdict",
     "check",
     "check_replaceable",
+    "check_repository",
+    "check_token",
     "convert_checkpoint",
     "declared_block_size",
     "drafter_card",

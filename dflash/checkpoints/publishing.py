@@ -125,7 +125,9 @@ def plan_publication(
             looks secret, or if `repo_id` or `base_model` is no name of a repository.
     """
     folder = Path(folder).expanduser().absolute()
-    _check_names(repo_id, base_model)
+    check_repository(repo_id)
+    if base_model is not None and not HUB_ID.fullmatch(base_model):
+        raise ValueError(f"--base-model {base_model} is no id on the Hub: give namespace/name.")
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give the folder of a drafter's checkpoint.")
     is_pair = (folder / PAIR).is_file()
@@ -150,8 +152,16 @@ def plan_publication(
     return publication
 
 
-def _check_names(repo_id: str, base_model: str | None) -> None:
-    """Raises ValueError if one of two repositories has no name that the Hub takes."""
+def check_token() -> None:
+    """Raises ValueError if this machine has no token of the Hub."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise ValueError("There is no token of the Hub: run `hf auth login`, or set HF_TOKEN.")
+
+
+def check_repository(repo_id: str) -> None:
+    """Raises ValueError for a name that is none of a repository on the Hub."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -163,8 +173,6 @@ def _check_names(repo_id: str, base_model: str | None) -> None:
     if "/" not in repo_id:
         remedy = f"give your user name or an organisation, as in you/{repo_id}."
         raise ValueError(f"{repo_id!r} says no namespace: {remedy}")
-    if base_model is not None and not HUB_ID.fullmatch(base_model):
-        raise ValueError(f"--base-model {base_model} is no id on the Hub: give namespace/name.")
 
 
 def _sorted_out(folder: Path, is_pair: bool) -> tuple[dict[str, File], list[str]]:
@@ -269,10 +277,9 @@ def publish(
     Raises:
         ValueError: without a token or permission, and where the Hub cannot be reached or refuses.
     """
-    from huggingface_hub import HfApi, get_token
+    from huggingface_hub import HfApi
 
-    if get_token() is None:
-        raise ValueError("There is no token of the Hub: run `hf auth login`, or set HF_TOKEN.")
+    check_token()
     api = HfApi()
     repo_id = publication.repo_id
     with _explained(repo_id, api.endpoint):

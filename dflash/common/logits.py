@@ -18,6 +18,11 @@ def is_broken(logits: torch.Tensor) -> torch.Tensor:
 
 def broken_logits(target: PreTrainedModel) -> ValueError:
     """The error to raise."""
-    dtype = str(target.dtype).removeprefix("torch.")
+    kind = f"{type(target).__name__} in {dtype_name(target)}"
     remedy = "load it in bfloat16 or float32, or check its weights"
-    return ValueError(f"The target's logits are NaN or infinite ({type(target).__name__} in {dtype}): {remedy}.")
+    return ValueError(f"The target's logits are NaN or infinite ({kind}): {remedy}.")
+
+
+def dtype_name(model: PreTrainedModel) -> str:
+    """The dtype of a model's weights as configs write it: `bfloat16`."""
+    return str(model.dtype).removeprefix("torch.")

@@ -14,6 +14,7 @@ import transformers
 from transformers.modeling_utils import PreTrainedModel
 
 from .files import write_text
+from .logits import dtype_name
 from .version import __version__
 
 
@@ -43,8 +44,8 @@ def environment(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, 
     return {
         **versions(),
         **machine(target.device),
-        "target_dtype": str(target.dtype).removeprefix("torch."),
-        "drafter_dtype": str(drafter.dtype).removeprefix("torch."),
+        "target_dtype": dtype_name(target),
+        "drafter_dtype": dtype_name(drafter),
         "attention": target.config._attn_implementation,
         "target_parameters": target.num_parameters(),
         "drafter_parameters": drafter.num_parameters(),

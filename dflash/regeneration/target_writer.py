@@ -18,8 +18,9 @@ from transformers.generation import logits_process as processing
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.fingerprints import config_fingerprint, model_fingerprint
-from dflash.common.logits import broken_logits, check_logits, is_broken
+from dflash.common.logits import broken_logits, check_logits, dtype_name, is_broken
 from dflash.model.cache_dflash import CACHE_NAME, PreallocatedCache
+from dflash.model.configuration_dflash import check_values
 from dflash.model.decoding_dflash import Block
 from dflash.model.generation_dflash import generate_blocks
 from dflash.model.requests_dflash import SETTINGS
@@ -37,12 +38,7 @@ class Sampling:
     top_k: int = 0  # 0 for all tokens
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name not in SETTINGS:
-                continue
-            is_meant, remedy = SETTINGS[name]
-            if not is_meant(value):
-                raise ValueError(f"{name}={value!r}: {remedy}.")
+        check_values(vars(self), SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -140,7 +136,7 @@ class TargetWriter:
         self.facts = {  # that the answers depend on besides requests and sampling
             "weights": model_fingerprint(target),
             "config": config_fingerprint(target.config, target.generation_config),
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": dtype_name(target),
         }
 
     def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
@@ -353,10 +349,13 @@ class _ByUniforms(processing.LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Scores [B, V]: 0 for the chosen token, -inf for all others."""
         position = input_ids.shape[1] - self.first_column
-        of_sequences = [self.uniforms(sequence, position, 1) for sequence in self.sequences]
+        of_sequences = []
+        for sequence in self.sequences:
+            of_sequences.append(self.uniforms(sequence, position, 1))
         uniforms = torch.stack(of_sequences)  # [B, 1]
         uniforms = place_uniforms(uniforms, scores.device)
-        choices = choose_sampled(scores[:, None], uniforms)  # [B, 1]
+        of_position = scores.unsqueeze(1)  # [B, 1, V]
+        choices = choose_sampled(of_position, uniforms)  # [B, 1]
         chosen: Any = torch.full_like(scores, -torch.inf)
         chosen.scatter_(1, choices, 0.0)
         return chosen

@@ -107,13 +107,10 @@ def adapt(
         prompts = {name: domain.held_out for name, domain in domains.items()}
         held_out = list(chain.from_iterable(prompts.values()))
         goal = AdaptationGoal(held_out=held_out, domains=prompts, general=general_name)
-        parts = [domain.examples for name, domain in domains.items() if name != general_name]
-        if general_name:
-            num_tokens = sum(lengths_of(joined(parts)))
-            room = num_tokens * general_share / (1 - general_share)
-            parts.append(_some(domains[general_name].examples, room, settings.seed))
-        ready = replace(ready, examples=joined(parts), held_out=held_out)
-        return train_prepared(ready, settings, claim, replace(run_options, goal=goal))
+        examples = _examples_of(domains, general_name, general_share, settings.seed)
+        ready = replace(ready, examples=examples, held_out=held_out)
+        run_options = replace(run_options, goal=goal)
+        return train_prepared(ready, settings, claim, run_options)
 
 
 def adaptation_sources(
@@ -170,6 +167,17 @@ def _domains(
         )
         answers_of(source, ready.target, announce)  # for what it announces
     return domains
+
+
+def _examples_of(domains: Mapping[str, Prepared], general: str, general_share: float, seed: int) -> Examples:
+    """The examples to train on: those of all domains, and of the general one at most its share of the tokens."""
+    parts = [domain.examples for name, domain in domains.items() if name != general]
+    if general:
+        num_tokens = sum(lengths_of(joined(parts)))
+        room = num_tokens * general_share / (1 - general_share)
+        some = _some(domains[general].examples, room, seed)
+        parts.append(some)
+    return joined(parts)
 
 
 def _some(examples: Examples, room: float, seed: int) -> Examples:

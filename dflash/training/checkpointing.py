@@ -18,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.checkpoints import save_checkpoint
 from dflash.common.fingerprints import NOT_THE_MODEL, fingerprint, model_fingerprint
+from dflash.common.logits import dtype_name
 from dflash.common.provenance import machine, versions
 from dflash.common.version import __version__
 from dflash.drafter import DFlashDraftModel
@@ -100,7 +101,7 @@ def describe_run(trainer: Trainer, inputs: Facts, record: TrainingRecord) -> Fac
         **inputs,
         "versions": {"dflash": __version__, **versions(), "accelerate": accelerate.__version__},
         **machine(trainer.accelerator.device),
-        "target_dtype": str(trainer.target.dtype).removeprefix("torch."),
+        "target_dtype": dtype_name(trainer.target),
         "attention": trainer.target.config._attn_implementation,
         "seconds": record.seconds,
         "best_step": record.best_step,

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from dflash.common.files import write_text
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.json_lines import changes
+from dflash.common.logits import dtype_name
 from dflash.common.messages import Announce, counted, say_nothing
 
 from .batches import PADDING_DOCUMENT, Batch, batch_indices, collate
@@ -60,17 +61,23 @@ class CachedFeatures:
         return TargetStates(features, self._read("last_hidden_state", batch) if wants_states else None)
 
     def _read(self, name: str, batch: Batch) -> Tensor:
-        shards = [shard.get_slice(name) for shard in self._shards]
-        _, width = shards[0].get_shape()
-        states = torch.zeros(*batch.input_ids.shape, width)
+        input_ids = batch.input_ids
+        num_sequences, length = input_ids.shape
+        _, width = self._shards[0].get_slice(name).get_shape()
+        states = torch.zeros(num_sequences, length, width)
         for sequence, columns in documents_of(batch):
-            token_ids = batch.input_ids[sequence, columns]
-            key = key_of(token_ids.tolist())
-            number, begin, length = self._documents[key]
-            end = begin + length
-            rows = shards[number][begin:end]
+            token_ids = input_ids[sequence, columns]
+            rows = self._rows(name, token_ids.tolist())
             states[sequence, columns] = rows.float()
-        return states.to(batch.input_ids.device)
+        return states.to(input_ids.device)
+
+    def _rows(self, name: str, token_ids: list[int]) -> Tensor:
+        """The states of a document as they are stored, [S, …]."""
+        key = key_of(token_ids)
+        shard, begin, length = self._documents[key]
+        end = begin + length
+        stored = self._shards[shard].get_slice(name)
+        return stored[begin:end]
 
 
 def facts_of(target: FrozenTarget, examples: Examples, wants_states: bool, precision: str = "no") -> Facts:
@@ -79,7 +86,7 @@ def facts_of(target: FrozenTarget, examples: Examples, wants_states: bool, preci
         "target": model_fingerprint(target.target),
         "target_layer_ids": list(target.drafter.config.target_layer_ids),
         "data": described(examples)["fingerprint"],
-        "dtype": str(target.target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.target),
         "mixed_precision": precision,
         "has_last_states": wants_states,
     }

@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash.checkpoints import licence_lines, plan_publication, publish, read_licence
+from dflash.checkpoints import (
+    check_repository,
+    check_token,
+    licence_lines,
+    plan_publication,
+    publish,
+    read_licence,
+)
 from dflash.common.messages import Announce
 
 from .settings import TrainingSettings
@@ -11,19 +18,14 @@ from .settings import TrainingSettings
 
 def check_upload(settings: TrainingSettings) -> None:
     """Raises ValueError if nothing could be uploaded: for the repository's name, without a token, or by the licence of `init`."""
-    from huggingface_hub import get_token
-    from huggingface_hub.utils import validate_repo_id
-
     repo_id, init = settings.publish_to, settings.init
     if repo_id is None:
         return
-    validate_repo_id(repo_id)
-    if "/" not in repo_id:
-        raise ValueError(f"publish_to={repo_id!r} names no namespace: give namespace/name.")
-    if get_token() is None:
-        raise ValueError(
-            f"publish_to={repo_id!r}, and there is no token of the Hub: run `hf auth login`, or set HF_TOKEN."
-        )
+    try:
+        check_repository(repo_id)
+        check_token()
+    except ValueError as error:
+        raise ValueError(f"publish_to={repo_id!r}: {error}") from error
     if init is None:
         return
     licence = read_licence(init)

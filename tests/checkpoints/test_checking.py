@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tiny_models import MASK_TOKEN_ID, make_drafter, save_target
+from tiny_models import MASK_TOKEN_ID, SMALL, make_drafter, save_target
 from tokenizers import Tokenizer
 
 from dflash import DFlashConfig, DFlashDraftModel
@@ -461,6 +461,18 @@ def test_another_mask_token_in_the_tokenizer(portable: Path, target_folder: Path
     assert [(f.rule, f.value) for f in report.findings] == [("pair-mask", MASK_TOKEN_ID)]
 
 
+@pytest.mark.parametrize("text", ["{", "{}", '{"model": {"type": "of a later version"}}'])
+def test_a_tokenizer_that_cannot_be_read_is_one_sentence(
+    portable: Path, target_folder: Path, tmp_path: Path, text: str
+) -> None:
+    target = Path(shutil.copytree(target_folder, tmp_path / "other-target"))
+    (target / "tokenizer.json").write_text(text)
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json cannot be read \(.*\): fetch or write the file again, or install"
+    ):
+        check(portable, str(target))
+
+
 def test_fewer_positions_than_the_target(drafter: Path, target_folder: Path) -> None:
     report = check(edit(drafter, top(max_position_embeddings=64)), str(target_folder))
     assert rules(report, "warning") == {"pair-positions"}
@@ -737,17 +749,26 @@ FIELDS = (
 )  # fmt: skip
 
 
-@settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter of one layer without code, which is read quickly, and beside its folder its config, to be written anew."""
+    folder = tmp_path_factory.mktemp("small") / "tiny-DFlash"
+    make_drafter(**SMALL).to(torch.bfloat16).save_pretrained(folder)
+    for path in folder.glob("*.py"):
+        path.unlink()
+    shutil.copy(folder / "config.json", folder.parent)
+    return folder
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
 @example({"dflash_config": {"a.b": 1, ".": 2}, "rope_theta": 1.0}, False)  # names with dots
 @given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5), st.booleans())
-def test_no_config_breaks_the_linter(drafter: Path, portable: Path, fields: dict[str, Any], is_nested: bool) -> None:
+def test_no_config_breaks_the_linter(small: Path, fields: dict[str, Any], is_nested: bool) -> None:
     """Promise: whatever stands in config.json, the answer is a report."""
-    config = json.loads((portable / "config.json").read_text())
+    config = json.loads((small.parent / "config.json").read_text())
     (config["dflash_config"] if is_nested else config).update(fields)
-    (drafter / "config.json").write_text(json.dumps(config))
-    report = check(drafter)
+    (small / "config.json").write_text(json.dumps(config))
+    report = check(small)
     json.dumps(report.as_json())
     Console(file=StringIO()).print(report_lines(report))
 

@@ -1,7 +1,7 @@
 """The real client against a Hub on loopback: pushed by this package, loaded where it cannot be imported.
 
 A user's process has its own cache, because the client reads HF_ENDPOINT and HF_HOME when it is imported; a few processes make
-many checks each, because each one imports torch. What has the package runs in this process.
+many checks each, because each one imports torch.
 """
 
 from __future__ import annotations
@@ -139,14 +139,8 @@ print("\\n" + json.dumps(report))
 def push(hub: Hub, folder: Path, python: str = sys.executable) -> str:
     """The commit of the embedded drafter, pushed from `python` with its `push_to_hub`; the target lies there too."""
     hub.add(TARGET, embedded_path("tiny-target"))
-    if python == sys.executable:
-        with client_of(hub.url, folder / "home", "loopback-me"), pytest.MonkeyPatch.context() as patch:
-            folder.mkdir()
-            patch.chdir(folder)
-            exec(PUSH, names(hub))
-    else:
-        variables = environment(hub, folder / "home", "loopback-me")
-        run_script(PUSH, folder, python, WITH_PACKAGE, variables, **names(hub))
+    variables = environment(hub, folder / "home", "loopback-me")
+    run_script(PUSH, folder, python, WITH_PACKAGE, variables, **names(hub))
     return hub.repos[DRAFTER].branches["main"]
 
 

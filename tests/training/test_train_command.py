@@ -853,9 +853,9 @@ def test_better_checkpoints_are_uploaded_and_a_refused_upload_ends_no_run(folder
     uploaded, refused, no_namespace, no_sharing, no_token = said[0], said[-4], *said[-3:]
     assert re.search(r"^The checkpoint of step \d was uploaded to http.*/me/mine-DFlash\.$", uploaded)
     assert "was not uploaded, and the run goes on: you/theirs-DFlash was not published" in refused
-    assert "names no namespace: give namespace/name" in no_namespace
+    assert "publish_to='no-name': 'no-name' says no namespace: give your user name or an organisation" in no_namespace
     assert f"the licence cc-by-nd-4.0 of {mine} forbids to share a changed copy" in no_sharing
-    assert "there is no token of the Hub: run `hf auth login`" in no_token
+    assert "publish_to='me/new': There is no token of the Hub: run `hf auth login`" in no_token
     assert not (tmp_path / "refused").exists()
 
 

@@ -220,7 +220,8 @@ def _vocabulary(path: Path) -> tuple[dict[int, str], frozenset[int]]:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no class of its own
-        raise ValueError(f"{path} is no tokenizer ({first_line(error)}): fetch or write the file again.") from error
+        remedy = "fetch or write the file again, or install a newer version of tokenizers"
+        raise ValueError(f"{path} cannot be read ({first_line(error)}): {remedy}.") from error
     token_of = {index: token for token, index in tokenizer.get_vocab().items()}
     ordinary = set(tokenizer.get_vocab(with_added_tokens=False).values())
     for index, token in tokenizer.get_added_tokens_decoder().items():
