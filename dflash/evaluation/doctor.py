@@ -62,7 +62,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Step:
+class VerifyStep:
     """A verify step: the prompt's number, the tokens before the block, the proposals and how many were accepted."""
 
     prompt: int
@@ -79,7 +79,7 @@ class Trial:
     change: str  # empty for the pair as it is
     reason: str  # what it differs from
     setup: Setup
-    steps: tuple[Step, ...] = ()
+    steps: tuple[VerifyStep, ...] = ()
     error: str = ""  # why it could not be measured
 
     @property
@@ -126,12 +126,12 @@ class Trial:
         return row
 
 
-def tau_of(steps: Sequence[Step]) -> float:
+def tau_of(steps: Sequence[VerifyStep]) -> float:
     """Mean acceptance length; NaN without a step."""
     return tau([step.num_accepted + 1 for step in steps])
 
 
-def worth_of(steps: Sequence[Step]) -> float:
+def worth_of(steps: Sequence[VerifyStep]) -> float:
     """tau; 1 without a step, which is plain decoding's value."""
     return tau_of(steps) if steps else 1.0
 
@@ -253,7 +253,7 @@ def _measured(
             num_steps = 0
             for block in generate_blocks(trial.setup.drafter, target, input_ids, **options):
                 if block.num_proposals:
-                    steps.append(Step(number, length, block.num_proposals, block.num_accepted))
+                    steps.append(VerifyStep(number, length, block.num_proposals, block.num_accepted))
                     num_steps += 1
                 length += len(block.token_ids)
                 if num_steps and num_steps == most.get(number):  # what helps takes fewer steps for as many tokens

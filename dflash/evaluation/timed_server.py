@@ -184,7 +184,7 @@ def _read_chunk(chunk: dict[str, Any], where: str) -> Piece:
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftFigures:
     """The acceptance of a server's drafts in some span of time. Only vLLM counts by position."""
 
     tau: float  # tokens per verify step, the target's own included
@@ -214,7 +214,7 @@ def read_counters(metrics: str) -> dict[str, float]:
     return dict(counters)
 
 
-def drafting(before: Counters | None, after: Counters | None) -> Drafting | None:
+def drafting(before: Counters | None, after: Counters | None) -> DraftFigures | None:
     """The acceptance between two readings of [`Server.counters`]; `None` if no counter moved.
 
     vLLM counts drafts and accepted tokens. SGLang counts verify steps and the tokens that were kept, so an answer's
@@ -239,7 +239,7 @@ def drafting(before: Counters | None, after: Counters | None) -> Drafting | None
             for draft in range(round(drafts)):
                 num_accepted = sum(draft < count for count in accepted)
                 lengths.append(1 + num_accepted)
-        return Drafting(
+        return DraftFigures(
             1 + new[f"{VLLM}accepted_tokens"] / drafts,
             tuple(count / drafts for count in accepted),
             f"{VLLM}drafts, …accepted_tokens",
@@ -250,6 +250,6 @@ def drafting(before: Counters | None, after: Counters | None) -> Drafting | None
     tokens = new[f"{SGLANG}generation_tokens"]
     if steps > 0 and tokens > 0:
         kept = tokens - new[f"{SGLANG}num_requests"]  # the prefill gives each answer's first token
-        return Drafting(kept / steps, (), f"{SGLANG}spec_verify_calls", steps)
+        return DraftFigures(kept / steps, (), f"{SGLANG}spec_verify_calls", steps)
     recent = after.get(SGLANG_MEAN, 0.0)
-    return Drafting(recent, (), f"{SGLANG_MEAN}, a mean of the last moments") if recent > 0 else None
+    return DraftFigures(recent, (), f"{SGLANG_MEAN}, a mean of the last moments") if recent > 0 else None

@@ -5,16 +5,16 @@ from .run import RegenerationRecord, RegenerationRun, regenerate_data
 from .server_writer import ServerWriter, read_configs
 from .settings import RegenerationSettings
 from .sources import answer_sources
-from .target_writer import Answer, Regenerated, Request, Sampling, TargetWriter, regenerate, row_seed
+from .target_writer import Answer, AnswerRequest, Regenerated, Sampling, TargetWriter, regenerate, row_seed
 
 
 __all__ = [
     "Answer",
+    "AnswerRequest",
     "Regenerated",
     "RegenerationRecord",
     "RegenerationRun",
     "RegenerationSettings",
-    "Request",
     "Sampling",
     "ServerWriter",
     "TargetWriter",

@@ -24,7 +24,7 @@ from .dialogues import Dialogue
 from .selection import Row, SeenRows, drawn_rows, opened, selected, unwarned_of_length
 from .server_writer import ServerWriter
 from .settings import RegenerationSettings
-from .target_writer import Answer, Request, TargetWriter, row_seed
+from .target_writer import Answer, AnswerRequest, TargetWriter, row_seed
 
 
 # What answers: the target in this process or on a server.
@@ -292,7 +292,7 @@ def _rounds(writer: Writer, dialogues: Sequence[Dialogue], settings: Regeneratio
         for dialogue in dialogues:
             seed = row_seed(settings.seed, dialogue.number, dialogue.num_answers)
             room = dialogue.room(settings.max_new_tokens, writer.positions)
-            requests.append(Request(dialogue.prompt_ids, seed, room))
+            requests.append(AnswerRequest(dialogue.prompt_ids, seed, room))
         answers = writer(requests, settings)
         for dialogue, answer in zip(dialogues, answers, strict=True):
             dialogue.write(answer.token_ids, answer.ended)

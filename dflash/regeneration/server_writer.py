@@ -13,7 +13,7 @@ from dflash.common.openai_client import OpenAIClient, quote, with_retries
 from dflash.model.targets_dflash import max_positions
 from dflash.training import stop_ids
 
-from .target_writer import Answer, Request, Sampling
+from .target_writer import Answer, AnswerRequest, Sampling
 
 
 def read_configs(target: str, trust_remote_code: bool = False) -> tuple[Any, Any]:
@@ -63,11 +63,11 @@ class ServerWriter:
         self.revision = getattr(config, "_commit_hash", None)
         self.facts = {"served_model": self.model, "config": config_fingerprint(config, generation_config)}
 
-    def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+    def __call__(self, requests: Sequence[AnswerRequest], sampling: Sampling) -> list[Answer]:
         """The answers, one request after another; several calls may run at once."""
         return [self._ask(request, sampling) for request in requests]
 
-    def _ask(self, request: Request, sampling: Sampling) -> Answer:
+    def _ask(self, request: AnswerRequest, sampling: Sampling) -> Answer:
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": list(request.prompt_ids),

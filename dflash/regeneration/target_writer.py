@@ -42,7 +42,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Request:
+class AnswerRequest:
     """A prompt to answer, the seed of its sampling, and the longest answer."""
 
     prompt_ids: Sequence[int]
@@ -65,7 +65,7 @@ class Answer:
 class _Text:
     """An answer in progress."""
 
-    request: Request
+    request: AnswerRequest
     stops: set[int]
     token_ids: list[int] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
@@ -139,7 +139,7 @@ class TargetWriter:
             "dtype": dtype_name(target),
         }
 
-    def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+    def __call__(self, requests: Sequence[AnswerRequest], sampling: Sampling) -> list[Answer]:
         """The answers, one batch."""
         stops = stop_ids(self.target.generation_config)
         texts = [_Text(request, stops) for request in requests]
@@ -263,7 +263,7 @@ def regenerate(
         order = order[batch_size:]
         requests = []
         for index in batch:
-            request = Request(prompts[index], row_seed(seed, index), max_new_tokens)
+            request = AnswerRequest(prompts[index], row_seed(seed, index), max_new_tokens)
             requests.append(request)
         answers = write(requests, sampling)
         for index, answer in zip(batch, answers, strict=True):

@@ -6,7 +6,7 @@ from dflash.common.lazy import lazy_names
 
 
 if TYPE_CHECKING:
-    from .acceptance import Acceptance, measure_acceptance
+    from .acceptance import AcceptanceCounts, measure_acceptance
     from .adaptation import adapt, adaptation_sources
     from .adaptation_trace import Trace, recorded, was_rejected
     from .batches import Batch, BatchPlan, collate, epoch_batches, sample_anchors, valid_anchors
@@ -48,7 +48,7 @@ __all__ = [
     "FORMS",
     "LOSSES",
     "SEARCHED_ROWS",
-    "Acceptance",
+    "AcceptanceCounts",
     "Batch",
     "BatchPlan",
     "DrafterLoss",

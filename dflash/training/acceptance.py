@@ -16,7 +16,7 @@ from .settings import Facts
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class AcceptanceCounts:
     """Sums over the verify steps of some prompts; `a + b` joins those of two sets.
 
     Attributes:
@@ -31,9 +31,9 @@ class Acceptance:
     kept: int
     accepted: tuple[int, ...] = ()
 
-    def __add__(self, other: "Acceptance") -> "Acceptance":
+    def __add__(self, other: "AcceptanceCounts") -> "AcceptanceCounts":
         accepted = tuple(map(sum, zip_longest(self.accepted, other.accepted, fillvalue=0)))
-        return Acceptance(
+        return AcceptanceCounts(
             self.steps + other.steps,
             self.committed + other.committed,
             self.kept + other.kept,
@@ -58,12 +58,14 @@ class Acceptance:
 
 
 @torch.no_grad()
-def measure_acceptance(drafter: Any, target: PreTrainedModel, prompts: Prompts, max_new_tokens: int) -> Acceptance:
+def measure_acceptance(
+    drafter: Any, target: PreTrainedModel, prompts: Prompts, max_new_tokens: int
+) -> AcceptanceCounts:
     """Greedy acceptance over `prompts`, each decoded by `generate_blocks`.
 
     The engine's warning about a drafter of which nothing is accepted is hidden: training begins in that state.
     """
-    total = Acceptance(
+    total = AcceptanceCounts(
         0,
         0,
         0,
@@ -87,7 +89,7 @@ def measure_acceptance(drafter: Any, target: PreTrainedModel, prompts: Prompts, 
                 if block.is_prefill:
                     continue
                 accepted = (1,) * block.num_accepted
-                total += Acceptance(
+                total += AcceptanceCounts(
                     1,
                     block.acceptance_length,
                     len(block.token_ids),

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from dflash.drafter import DFlashDraftModel
 
-from .acceptance import Acceptance
+from .acceptance import AcceptanceCounts
 from .adaptation_lora import is_changed, merged
 from .losses import DraftCounts
 from .settings import Facts
@@ -143,10 +143,10 @@ def counts_of_share(accelerator: Accelerator, saved: dict[str, Tensor]) -> Draft
     return share.each(lambda values: values.to(accelerator.device))
 
 
-def join_acceptances(accelerator: Accelerator, acceptance: Acceptance) -> Acceptance:
+def join_acceptances(accelerator: Accelerator, acceptance: AcceptanceCounts) -> AcceptanceCounts:
     """The acceptance over the prompts of all processes."""
     counts = [acceptance.steps, acceptance.committed, acceptance.kept, *acceptance.accepted]
     tensor = torch.tensor(counts, device=accelerator.device)
     sums = accelerator.reduce(tensor, reduction="sum")
     steps, committed, kept, *accepted = sums.tolist()
-    return Acceptance(steps, committed, kept, tuple(accepted))
+    return AcceptanceCounts(steps, committed, kept, tuple(accepted))

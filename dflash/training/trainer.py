@@ -22,7 +22,7 @@ from dflash.common.messages import Announce, say_nothing
 from dflash.drafter import DFlashDraftModel
 from dflash.model.targets_dflash import decoder_layers, text_config
 
-from .acceptance import Acceptance, measure_acceptance
+from .acceptance import AcceptanceCounts, measure_acceptance
 from .adaptation_lora import change_in_low_rank
 from .batches import Batch, BatchPlan, epoch_batches, epoch_sequences
 from .device import computes_in_bf16, is_cpu_alone
@@ -298,7 +298,7 @@ class Trainer:
             point |= {"tau": acceptance.tau, "tokens_per_step": acceptance.tokens_per_step}
         return point
 
-    def acceptance(self, prompts: Prompts) -> Acceptance:
+    def acceptance(self, prompts: Prompts) -> AcceptanceCounts:
         """True acceptance on `prompts`, greedy, over all processes. FloatingPointError if the last steps broke the drafter."""
         drafter = self.whole_drafter().eval()
         index, count = self.accelerator.process_index, self.accelerator.num_processes

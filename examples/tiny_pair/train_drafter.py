@@ -31,7 +31,7 @@ from workers import WORKERS, gather, spawn_workers
 from dflash import DFlashDraftModel, spec_generate
 from dflash.regeneration import Sampling, regenerate
 from dflash.training import (
-    Acceptance,
+    AcceptanceCounts,
     Example,
     TrainingSettings,
     computes_in_bf16,
@@ -166,7 +166,7 @@ def measure(
         )
         identical += torch.equal(ours, plain)
     shares = gather((identical, measure_acceptance(drafter, target, share, new_tokens)))
-    acceptance = sum((measured for _, measured in shares), Acceptance(0, 0, 0))
+    acceptance = sum((measured for _, measured in shares), AcceptanceCounts(0, 0, 0))
     return {
         "prompts": len(prompts),
         "identical": sum(count for count, _ in shares),

@@ -29,10 +29,10 @@ from dflash.common.files import check_output
 from dflash.common.openai_client import OpenAIClient
 from dflash.regeneration import (
     Answer,
+    AnswerRequest,
     RegenerationRecord,
     RegenerationRun,
     RegenerationSettings,
-    Request,
     Sampling,
     ServerWriter,
     TargetWriter,
@@ -93,7 +93,7 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.writer, name)
 
-    def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+    def __call__(self, requests: Sequence[AnswerRequest], sampling: Sampling) -> list[Answer]:
         if self.batches == self.breaks_at:
             raise KeyboardInterrupt
         self.batches += 1
@@ -111,7 +111,7 @@ class Spoken:
         self.tokenizer, self.say = tokenizer, say
         self.prompts: list[str] = []
 
-    def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+    def __call__(self, requests: Sequence[AnswerRequest], sampling: Sampling) -> list[Answer]:
         answers = []
         for request in requests:
             self.prompts.append(self.tokenizer.decode(request.prompt_ids))
@@ -256,9 +256,9 @@ def test_an_answer_ends_where_the_positions_do_also_beside_shorter_prompts(
     assert record.left_out == {f"a prompt that fills the target's {longest} positions": 1}
 
 
-def crowded(longest: int) -> list[Request]:
+def crowded(longest: int) -> list[AnswerRequest]:
     """Prompts of a batch that leave one token, a few, and more than the longest answer of the others."""
-    return [Request([9] * (longest - room), 40 + room, min(room, NEW)) for room in (1, 3, 4, 60)]
+    return [AnswerRequest([9] * (longest - room), 40 + room, min(room, NEW)) for room in (1, 3, 4, 60)]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, 0.95, 40)])
@@ -290,7 +290,7 @@ def test_a_long_prompt_ends_neither_the_drafts_nor_the_trace_of_its_batch(
 ) -> None:
     """Promise: a trace holds whole answers, because `dflash adapt` trains on them as they are."""
     target = make_target("qwen3", max_position_embeddings=96)  # it never stops
-    requests = [Request([9] * length, length, min(40, 96 - length)) for length in prompts]
+    requests = [AnswerRequest([9] * length, length, min(40, 96 - length)) for length in prompts]
     write = TargetWriter(target, make_drafter(), trace=Trace(tmp_path / "trace.jsonl", target, tokenizer))
     answers = write(requests, sampling)
     assert [one.token_ids for one in answers] == [one.token_ids for one in TargetWriter(target)(requests, sampling)]
@@ -307,7 +307,7 @@ def test_a_target_with_learned_positions_answers_short_prompts_beside_long_ones(
     """Such a batch once ended in an IndexError: the long text went on past the table of positions."""
     sizes = {"vocab_size": 96, "n_positions": 96, "n_embd": 32, "n_layer": 2, "n_head": 4}
     target = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval()
-    requests = [Request([9] * 93, 0, 3), Request([5, 6], 0, NEW)]
+    requests = [AnswerRequest([9] * 93, 0, 3), AnswerRequest([5, 6], 0, NEW)]
     answers = TargetWriter(target)(requests, Sampling())
     assert [one.token_ids for one in answers] == [
         answer_alone(target, one.prompt_ids, one.max_new_tokens) for one in requests
@@ -343,7 +343,9 @@ def test_sampling_keeps_to_top_k_and_top_p_and_to_the_targets_distribution(targe
     write = TargetWriter(target, None, 500)
 
     def first_tokens(sampling: Sampling, count: int = 500) -> list[int]:
-        return [a.token_ids[0] for a in write([Request(prompt, row_seed(0, i), 1) for i in range(count)], sampling)]
+        return [
+            a.token_ids[0] for a in write([AnswerRequest(prompt, row_seed(0, i), 1) for i in range(count)], sampling)
+        ]
 
     best = logits.topk(3).indices.tolist()
     assert set(first_tokens(Sampling(1.0, top_k=3))) == set(best)
@@ -816,7 +818,7 @@ class Handler(QuietHandler):
             if engine.fails_at is not None and len(engine.asked) > engine.fails_at:
                 self.reply({"error": {"message": "the engine is dead"}}, 503)
                 return
-            [answer] = engine.writer([Request(asked["prompt"], asked["seed"], asked["max_tokens"])], Sampling())
+            [answer] = engine.writer([AnswerRequest(asked["prompt"], asked["seed"], asked["max_tokens"])], Sampling())
         spoken = answer.token_ids[:-1] if answer.ended else answer.token_ids
         choice = {"text": engine.tokenizer.decode(spoken), "finish_reason": "stop" if answer.ended else "length"}
         self.reply({"choices": [choice | ({"token_ids": answer.token_ids} if engine.tells_ids else {})]})
@@ -1109,7 +1111,7 @@ def test_two_processes_do_not_write_one_output(folder: Path, target: Any, tokeni
     class Busy(Counting):
         """Another process comes while this one answers."""
 
-        def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+        def __call__(self, requests: Sequence[AnswerRequest], sampling: Sampling) -> list[Answer]:
             if not refusals:
                 refusals.extend(dflash_process(*words, *more).stderr for more in (["--overwrite"], []))
             return super().__call__(requests, sampling)

@@ -16,11 +16,18 @@ from tiny_models import make_tokenizer
 from transformers import GenerationConfig, Qwen3Config
 
 from dflash.common.openai_client import LONGEST_PAUSE, PAUSES, OpenAIClient
-from dflash.regeneration import RegenerationRun, RegenerationSettings, Request, Sampling, ServerWriter, regenerate_data
+from dflash.regeneration import (
+    AnswerRequest,
+    RegenerationRun,
+    RegenerationSettings,
+    Sampling,
+    ServerWriter,
+    regenerate_data,
+)
 from dflash.regeneration import run as run_module
 
 
-GREEDY, REQUEST = Sampling(), Request([5, 6, 7], seed=500, max_new_tokens=4)  # its pauses are 1.5 times as long
+GREEDY, REQUEST = Sampling(), AnswerRequest([5, 6, 7], seed=500, max_new_tokens=4)  # its pauses are 1.5 times as long
 ANSWER = {"choices": [{"text": "a", "finish_reason": "stop", "token_ids": [4, 2]}]}
 
 
@@ -110,7 +117,7 @@ def test_requests_that_failed_together_come_back_at_different_times() -> None:
     def waited(seed: int) -> float:
         waits: list[float] = []
         with started(Canned(failed(503))) as server:
-            make_writer(server.url, waits.append)([Request([5], seed, 4)], GREEDY)
+            make_writer(server.url, waits.append)([AnswerRequest([5], seed, 4)], GREEDY)
         return waits[0]
 
     assert len({waited(seed) for seed in range(3)}) == 3

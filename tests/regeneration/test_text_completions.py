@@ -16,14 +16,21 @@ from tokenizers.processors import TemplateProcessing
 from dflash.common.openai_client import OpenAIClient
 from dflash.common.text_completions import exact_text
 from dflash.evaluation import Server, server_backend
-from dflash.regeneration import RegenerationSettings, Request, Sampling, ServerWriter, TargetWriter, regenerate_data
+from dflash.regeneration import (
+    AnswerRequest,
+    RegenerationSettings,
+    Sampling,
+    ServerWriter,
+    TargetWriter,
+    regenerate_data,
+)
 
 
 KNOWN = {"model", "prompt", "max_tokens", "temperature", "top_p", "seed", "stream", "stream_options"}
 KNOWN |= {"generation_config"}
 SAMPLED = [40, 41, 42]  # what the server answers if it is not asked to be greedy
 PROMPT = [1, 40, 50, 2, 60]  # with special tokens
-REQUEST = Request(PROMPT, seed=7, max_new_tokens=12)
+REQUEST = AnswerRequest(PROMPT, seed=7, max_new_tokens=12)
 
 
 class TextEngine(LoopbackServer):

@@ -24,7 +24,7 @@ from tiny_models import MASK_TOKEN_ID, PAD_TOKEN_ID, make_target
 
 from dflash import DFlashDraftModel
 from dflash.training import (
-    Acceptance,
+    AcceptanceCounts,
     Example,
     Trainer,
     TrainingRecord,
@@ -208,7 +208,7 @@ def test_a_flat_tau_and_the_steps_of_a_run_without_a_bar_are_said(
 ) -> None:
     """A drafter that proposed one token everywhere stayed at tau 1.25 to the end, and nothing said so."""
     taus = iter((10, 12, 12, 12, 12, 12))
-    measured = lambda *_: Acceptance(steps=10, committed=next(taus), kept=10)  # noqa: E731
+    measured = lambda *_: AcceptanceCounts(steps=10, committed=next(taus), kept=10)  # noqa: E731
     monkeypatch.setattr("dflash.training.trainer.measure_acceptance", measured)
     monkeypatch.setattr("dflash.training.run.LINE_SECONDS", 0)
     said: list[str] = []
@@ -232,9 +232,9 @@ def test_a_run_is_measured_and_saved_ten_times_or_every_500_steps(steps: int, in
 def test_the_checkpoint_that_accepts_most_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output, taus, seen = tmp_path / "drafter", iter((2, 5, 5, 4)), []
 
-    def measured(drafter: DFlashDraftModel, *arguments: Any) -> Acceptance:
+    def measured(drafter: DFlashDraftModel, *arguments: Any) -> AcceptanceCounts:
         seen.append({name: value.clone() for name, value in drafter.state_dict().items()})
-        return Acceptance(steps=10, committed=10 * next(taus), kept=10)
+        return AcceptanceCounts(steps=10, committed=10 * next(taus), kept=10)
 
     monkeypatch.setattr("dflash.training.trainer.measure_acceptance", measured)
     record = run(output, replace(SETTINGS, eval_every=3))
