@@ -76,7 +76,7 @@ def decoded(target: Any, models: dict[str, Any], prompts: Any, num_tokens: int) 
     for head, drafter in models.items():
         methods[head] = partial(timed_blocks, drafter, target, **length, **GREEDILY)
     asked = [Prompt("held-out", torch.tensor([list(prompt)])) for prompt in prompts]
-    return summarise(compare(methods, asked, 1, partial(track, description="prompts")))
+    return summarise(compare(methods, asked, 1, lambda items, what: track(items, description=what)))
 
 
 def means(seeds: list[list[Row]], head: str) -> Row:

@@ -474,9 +474,11 @@ def test_an_output_that_holds_something_else_is_refused(target: Any, tokenizer: 
     before = output.read_bytes()
     with pytest.raises(ValueError, match=r"holds a run: pass resume \(--resume\).*--overwrite"):
         write()
-    with pytest.raises(ValueError, match=r"other settings \(max_new_tokens: 10, now 9; temperature: 0.0, now 0.5\)"):
+    with pytest.raises(
+        ValueError, match=r"to resume differs \(max_new_tokens: 10, now 9; temperature: 0.0, now 0.5\)"
+    ):
         write(replace(SETTINGS, max_new_tokens=9, temperature=0.5), resume=True)
-    with pytest.raises(ValueError, match=r"other settings \(data: "):
+    with pytest.raises(ValueError, match=r"to resume differs \(data: "):
         write(rows=CHATS[:4], resume=True)
     with pytest.raises(ValueError, match="both given"):
         write(resume=True, overwrite=True)
@@ -643,7 +645,7 @@ def test_prompts_that_repeat_another_are_left_out_once_and_for_all_starts_and_pr
     repeats = replace(SAMPLED, deduplicate=False)
     regenerate_data(TargetWriter(target), tokenizer, [CHATS[0]] * 4, several, repeats)
     assert len({tuple(row["response_ids"]) for row in read(several)}) == 4
-    with pytest.raises(ValueError, match=r"other settings .*deduplicate: false, now true"):
+    with pytest.raises(ValueError, match=r"to resume differs .*deduplicate: false, now true"):
         regenerate_data(TargetWriter(target), tokenizer, [CHATS[0]] * 4, several, SAMPLED, resume=True)
 
 
@@ -691,7 +693,7 @@ def test_the_manifest_holds_the_fingerprint_of_the_rows_and_a_run_without_one_of
     assert facts["settings"]["data"] == same.fingerprint != other.fingerprint
     del facts["settings"]["deduplicate"]
     manifest.write_text(json.dumps(facts))
-    with pytest.raises(ValueError, match=r"other settings \(deduplicate: null, now true\): give the same"):
+    with pytest.raises(ValueError, match=r"to resume differs \(deduplicate: null, now true\): give the same"):
         regenerate_data(TargetWriter(target), tokenizer, CHATS[:2], output, SETTINGS, resume=True)
 
 
@@ -960,7 +962,7 @@ def test_the_command_writes_rows_and_what_they_depend_on(
     assert (status, error.splitlines()[-1]) == (0, "Answered before: 8 of 8 rows.")
     status, _, error = run(output, "--resume", "--thinking", "--top-k", 5)
     assert status == 1
-    assert "other settings (thinking: false, now true; top_k: 0, now 5)" in error
+    assert "to resume differs (thinking: false, now true; top_k: 0, now 5)" in error
     status, _, error = run(output, "--url", "http://127.0.0.1:9", "--drafter", folder / "drafter")
     assert (status, error) == (
         1,

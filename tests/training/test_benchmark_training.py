@@ -98,7 +98,7 @@ def test_finished_rows_are_not_run_again_and_equal_time_gives_a_slower_recipe_fe
     with pytest.raises(ValueError, match=r"runs of another base \(held_out: 1, now 2\)"):
         result("--base", base.replace("held_out=1", "held_out=2"))
     with pytest.raises(
-        ValueError, match=r"other settings \(held_out: 1, now 2\)"
+        ValueError, match=r"to resume differs \(held_out: 1, now 2\)"
     ):  # the runs below --work are of that base too
         result("--base", base.replace("held_out=1", "held_out=2"), "--output", str(tmp_path / "new.json"))
     (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows[1:])))

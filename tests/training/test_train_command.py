@@ -469,7 +469,7 @@ def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, mo
             "one process writes features with the whole target",
         ),
         (["--output", "OUT", "--num-taps", "2", "--target-layer-ids", "1"], "give the number or the layers"),
-        (["--output", "OUT", "--data", "a.jsonl:0"], "data a.jsonl:0: its weight is 0; give a number above 0"),
+        (["--output", "OUT", "--data", "a.jsonl:0"], "data a.jsonl:0: the weight 0 is not above 0"),
         (["--output", "OUT", "--data", "a.jsonl:0.5", "--data", "b"], "beside others with one (b): give every part a"),
         (["--output", "OUT", "--data", "/nowhere.jsonl:0.5"], "/nowhere.jsonl does not exist"),
         (["--output", "OUT", "--data", ""], "The name of the data is empty: give a file"),

@@ -366,7 +366,7 @@ def test_resuming_a_complete_run_changes_nothing_and_gives_its_record(
     )
     assert {path.name: path.stat().st_mtime_ns for path in output.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
-    with pytest.raises(ValueError, match="other settings \\(steps: 12, now 13\\)"):
+    with pytest.raises(ValueError, match="to resume differs \\(steps: 12, now 13\\)"):
         run(output, replace(SETTINGS, steps=13), resume=True)
 
 
