@@ -31,7 +31,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "selector": {"selector_rank": 8, "selector_top_k": 4, **CONV},
     "Domino": {"gru_hidden_dim": 8, "emb_dim": 6},
 }
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 
 
 def run_check(check: Callable[[], None]) -> None:
@@ -84,7 +84,7 @@ class Both:
         assert max(lengths) > 1, "nothing is accepted"
 
 
-@pytest.mark.parametrize("verification", ["auto", "match", "rejection", "block"])
+@pytest.mark.parametrize("verification", ["match", "rejection", "block"])
 @pytest.mark.parametrize("head", HEADS)
 def test_sampled_text_is_that_of_the_cpu(head: str, verification: str) -> None:
     """Every head, every rule, alone and in a batch, with torch's seed, a generator, and one for each sequence.

@@ -125,10 +125,15 @@ def alone(folder: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
     return run(folder, tokenizer, tmp_path_factory.mktemp("run"), None)
 
 
-def test_the_drafter_follows_a_policy_that_moves(folder: Path, tokenizer: Any, followed: Any, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def watched(folder: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same run with a callback that does not train."""
+    return run(folder, tokenizer, tmp_path_factory.mktemp("run"), DrafterCallback(every=1000))
+
+
+def test_the_drafter_follows_a_policy_that_moves(followed: Any, watched: Any) -> None:
     trainer, _ = followed
-    watching = DrafterCallback(every=1000)
-    without = of_log(run(folder, tokenizer, tmp_path, watching), "drafter/tau")
+    without = of_log(watched, "drafter/tau")
     taus = of_log(trainer, "drafter/tau")
     assert taus[0] == without[0]
     assert without[-1] < 0.7 * without[0]
@@ -213,7 +218,9 @@ def test_no_round_without_time_for_it(folder: Path, tokenizer: Any, tmp_path: Pa
     assert of_log(trainer, "drafter/steps")[-1] <= 1
 
 
-def test_texts_of_the_policy_become_its_history(folder: Path, tokenizer: Any, alone: Any, tmp_path: Path) -> None:
+def test_texts_of_the_policy_become_its_history(
+    folder: Path, tokenizer: Any, alone: Any, watched: Any, tmp_path: Path
+) -> None:
     history = History(ngram_size=3)
     callback = DrafterCallback(every=1000, history=history)
     trainer = run(folder, tokenizer, tmp_path, callback)
@@ -221,7 +228,7 @@ def test_texts_of_the_policy_become_its_history(folder: Path, tokenizer: Any, al
     assert sorted(texts) == sorted(map(list, history._texts.values()))
     assert all(map(torch.equal, trainer.rollouts, alone.rollouts))
     with_history = of_log(trainer, "drafter/tokens_per_step")
-    without = of_log(run(folder, tokenizer, tmp_path, DrafterCallback(every=1000)), "drafter/tokens_per_step")
+    without = of_log(watched, "drafter/tokens_per_step")
     assert with_history[0] == without[0]
     assert sum(with_history) > 1.05 * sum(without)
 
