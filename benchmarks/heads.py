@@ -4,7 +4,7 @@
         --output benchmarks/results/heads_stories_cpu.json
 
 Runs are made, kept and gone on with as by `recipes.py`, whose arguments these are. Then the drafters of the largest budget decode
-held-out prompts in turns, beside plain decoding: tau, the time of a step, and the speed. A figure shows tau by budget.
+held-out prompts in turns, beside plain decoding: tau, the time of a step, and the speed. Of several budgets a figure shows tau.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash import DFlashDraftModel
 from dflash.cli.terminal import show_table
-from dflash.common.provenance import write_result
+from dflash.common.provenance import record, write_result
 from dflash.evaluation import PLAIN, Prompt, canvas, compare, results, summarise, timed_blocks, timed_generate
 from dflash.training import TrainingSettings, prepare
 
@@ -113,6 +113,7 @@ def tau_by_budget(rows: list[Row], note: str, theme: canvas.Theme) -> Any:
             points = [(budget, fmean(values)) for budget, values in sorted(taus.items())]
             canvas.line(axes, points, colours[head])
         axes.set_xlim(left=0)
+        axes.set_ylim(bottom=1)
     return figure
 
 
@@ -121,15 +122,16 @@ def main() -> None:
     args.axis = [["head", *HEADS]]
     args.equal = ["time"]
     recipes.train_all(args)
-    result = json.loads(args.output.read_text(encoding="utf-8"))
-    rows = result["measurements"]
-    result["speeds"] = speeds(args, rows)
-    write_result(args.output, result)
+    trained = json.loads(args.output.read_text(encoding="utf-8"))
+    rows = trained["measurements"]
+    content = {name: trained[name] for name in ("training", "targets", "summary", "measurements")}
+    write_result(args.output, record("training", trained["environment"], **content, speeds=speeds(args, rows)))
     result = results.read_result(args.output)
     for table in tables_of(result):
         show_table(table)
-    path = args.output.with_name(f"{args.output.stem}_tau.png")
-    path.write_bytes(canvas.png(tau_by_budget(rows, results.stated(facts_of(result)))))
+    if len(args.budgets) > 1:
+        path = args.output.with_name(f"{args.output.stem}_tau.png")
+        path.write_bytes(canvas.png(tau_by_budget(rows, results.stated(facts_of(result)))))
 
 
 if __name__ == "__main__":

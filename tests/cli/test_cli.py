@@ -693,6 +693,12 @@ def help_of(*command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
     return CliRunner().invoke(cli.app, [*command, "--help"]).output
 
 
+def test_the_help_of_eval_names_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports no task, because help has to be quick."""
+    words = help_of("eval", width=100, monkeypatch=monkeypatch).replace(",", " ").replace(".", " ").split()
+    assert [name for name in TASKS if name not in words] == []
+
+
 @pytest.mark.parametrize("width", [80, 100])
 def test_every_command_stands_in_its_panel(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: what somebody wants to do leads to the commands for it; no name is cut."""

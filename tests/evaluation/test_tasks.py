@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import inspect
 import json
 import socket
 from pathlib import Path
@@ -14,7 +13,6 @@ import huggingface_hub
 import pytest
 from loopback import LoopbackServer, QuietHandler, started
 
-from dflash.cli.eval import evaluate
 from dflash.evaluation import TASKS, load_questions
 
 
@@ -244,9 +242,3 @@ def test_without_the_hub_the_cache_alone_is_asked(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(OSError, match="cannot be read"):
             load_questions("gsm8k")
     assert asked[1] == (False, False)
-
-
-def test_the_command_names_every_task() -> None:
-    """Its help imports no task, because help has to be quick."""
-    help = inspect.getdoc(evaluate) or ""
-    assert [name for name in TASKS if name not in help] == []
