@@ -3,7 +3,7 @@
 A step's cost is the time from its proposals to its commit. Nothing is run only to be measured.
 
 The number of proposals of a step is chosen from earlier steps, before the drafter runs. A drafter that knows how sure it is of each
-proposal (DSpark's confidence) drafts first, and the number follows from what it says. No proposal is drawn here: among drawn tokens a
+proposal (DSpark's confidence) drafts a single text first, and the number follows from what it says. No proposal is drawn here: among drawn tokens a
 choice would prefer some, and the text would not keep the target's distribution.
 """
 
@@ -171,7 +171,9 @@ class WidthProposer:
         self._costs = self._known.costs_of(sequences)
         self._elapsed = stopwatch()
         width = min(self._known.choose(self._costs), most)
-        if not width or not self._has_confidences:
+        # In a batch one width serves all texts, and drafting more than is verified costs more than the choice gains.
+        follows = self._has_confidences and len(sequences) == 1
+        if not width or not follows:
             proposals = self.drafts.propose(sequences, anchors, width)
             self._has_confidences |= proposals.confidences is not None
             return proposals

@@ -284,6 +284,12 @@ def test_a_drafter_that_knows_its_chances_decides_each_step(clock: Clock) -> Non
     assert set(later) == {WIDEST}
 
 
+def test_a_batch_goes_by_its_earlier_steps(clock: Clock) -> None:
+    text = Text(clock, num_sequences=4)
+    text.proposer.drafts = SureDrafts(0)
+    assert text.run(3, WIDEST) == [WIDEST] * 3, "drafts are right though the drafter is not sure of them"
+
+
 def test_tokens_are_expected_from_the_chances_of_each_proposal() -> None:
     confidences = torch.tensor([[0.5, 0.5, 1.0], [1.0, 0.0, 1.0]])
     expected = expected_tokens(confidences, [1, 3, 7])
