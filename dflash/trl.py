@@ -48,9 +48,11 @@ SETTINGS: Checks = {
 class DrafterCallback(TrainerCallback):
     """Trains a pair's drafter between the optimizer steps of its policy, on what the policy writes.
 
-    The policy is the model of a pair's folder. While the trainer runs, as many tokens are drafted as pay, and none in batches that are
-    too large for it, unless the pair's settings say `"adaptive": false`. Its texts keep their distribution: a drafter decides how soon a token comes, never
+    The policy is the model of a pair's folder. Its texts keep their distribution: a drafter decides how soon a token comes, never
     the token. The policy's weights, modes and random numbers are not changed.
+
+    While the trainer runs, as many tokens are drafted as pay, and none in batches in which no draft pays, unless the pair's
+    settings say `"adaptive": false`.
 
     The trainer's log gets `drafter/tau`, `drafter/tokens_per_step`, `drafter/seconds` (since the last line) and `drafter/steps`. A
     process trains the drafter that it drafts with; several processes have one each.

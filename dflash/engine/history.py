@@ -59,7 +59,7 @@ class History:
             self._num_texts += 1
             self._texts[number] = text
             self.num_tokens += len(text)
-            self.largest_id = max(self.largest_id, *text, -1)
+            self.largest_id = max(self.largest_id, max(text, default=-1))
             for end in range(self.ngram_size, len(text)):
                 key = self._key(text, end)
                 self._ends[key] = (number, end)

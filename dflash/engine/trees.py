@@ -163,10 +163,9 @@ class HeadBranches(Branches):
         num_texts, num_paths, _ = self.previous.shape
         states = head.read(self.previous.flatten(0, 1), self.states.flatten(0, 1))
         self.states = states.unflatten(0, (num_texts, num_paths))
-        features, logits, rows = (
-            values[:, position].repeat_interleave(num_paths, dim=0)
-            for values in (self.features, self.logits, self.rows)
-        )
+        features = self.features[:, position].repeat_interleave(num_paths, dim=0)
+        logits = self.logits[:, position].repeat_interleave(num_paths, dim=0)
+        rows = self.rows[:, position].repeat_interleave(num_paths, dim=0)
         scores = head.scores(features, logits, rows, states)
         log_probs = head.probabilities(scores, self.temperature).log()
         return log_probs.unflatten(0, (num_texts, num_paths))

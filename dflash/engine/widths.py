@@ -106,17 +106,20 @@ class Experience:
         return self.best(costs)
 
     def best(self, costs: StepCosts, tokens: Mapping[int, float] | None = None) -> int:
-        """The widest of the widths that are about as fast as the fastest, if steps give so many `tokens`, by width."""
-        tokens = tokens or self.tokens
-        speeds = {width: tokens[width] / costs.of(width, self.widths[-1]) for width in self.widths}
+        """The widest of the widths that are about as fast as the fastest.
+
+        `tokens` says what a step of each width is expected to give. Default: what steps have given.
+        """
+        speeds = {width: self.speed(width, costs, tokens) for width in self.widths}
         least = ABOUT_AS_FAST * max(speeds.values())
         good = [width for width, speed in speeds.items() if speed >= least]
         return max(good)
 
-    def speed(self, width: int, costs: StepCosts) -> float:
+    def speed(self, width: int, costs: StepCosts, tokens: Mapping[int, float] | None = None) -> float:
         """Expected tokens per second of steps with `width` proposals."""
         seconds = costs.of(width, self.widths[-1])
-        return self.tokens[width] / seconds
+        expected = tokens or self.tokens
+        return expected[width] / seconds
 
     def add_draft(self, num_proposals: int, accepted: list[Sequence[int]]) -> None:
         """Records which columns of `num_proposals` were accepted for each sequence.

@@ -58,7 +58,7 @@ class Rollouts:
         return 1 + self.num_accepted / max(self.num_drafted_steps, 1)
 
     def tau_of(self, num_proposals: int) -> float:
-        """The tau of blocks with so many proposals, if each is accepted as often as those since the counts were cleared."""
+        """The tau of whole blocks of `num_proposals`, if tokens are accepted at the rate counted so far. Narrow steps do not lower it."""
         num_decided = self.num_accepted + self.num_rejected
         rate = self.num_accepted / max(num_decided, 1)
         return sum(rate**length for length in range(num_proposals + 1))

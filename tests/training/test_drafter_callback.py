@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ import torch
 from tiny_models import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from dflash import History, generate_blocks
+from dflash import Block, History, generate_blocks
 from dflash.checkpoints import DRAFTER_NAME, TARGET_NAME, embedded_path, heldout_problems, make_pair
 from dflash.engine.state import PairState
-from dflash.training import ADAPTATION, was_rejected
+from dflash.training import ADAPTATION, Rollouts, was_rejected
 from dflash.trl import DrafterCallback
 
 
@@ -210,6 +211,22 @@ def test_it_trains_when_tau_has_fallen_and_not_before(folder: Path, tokenizer: A
     moved = DrafterCallback(when_tau_falls=0.2, steps=1, settings=RECIPE, time_share=None)
     trainer = run(folder, tokenizer, tmp_path / "moved", moved)
     assert 0 < of_log(trainer, "drafter/steps")[-1] < 10
+
+
+def test_a_fall_of_tau_is_one_of_acceptance_and_not_of_width() -> None:
+    """Steps of 3 and of 15 proposals whose tokens are accepted equally often: 9 of 10 are."""
+    taus = []
+    for width, num_whole in ((3, 27), (15, 3)):
+        rollouts = Rollouts(1)
+        sequence: Any = SimpleNamespace(new_ids=[0] * 99)
+        accepted = [width] * num_whole + [0] * 5 + [width - 1] * 2
+        for count in accepted:
+            rollouts.watch([sequence], [Block([0], num_proposals=width, num_accepted=count)])
+        assert rollouts.tau == 1 + sum(accepted) / len(accepted)
+        rate = sum(accepted) / (sum(accepted) + 7)
+        assert rollouts.tau_of(15) == pytest.approx((1 - rate**16) / (1 - rate))
+        taus.append(rollouts.tau_of(15) / rollouts.tau)
+    assert taus[0] > 1.5 > taus[1], "a narrow step is judged as a whole block"
 
 
 def test_no_round_without_time_for_it(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
