@@ -143,7 +143,7 @@ class Piece(NamedTuple):
     ends: bool  # whether it ends the answer
 
 
-def _chunks(response: HTTPResponse, where: str) -> Iterator[dict[str, Any]]:
+def _chunks(response: HTTPResponse, where: str) -> Iterator[Any]:
     """The events of a stream."""
     for line in map(bytes.strip, response):
         if not line or line.startswith((b":", b"event:", b"id:", b"retry:")):
@@ -157,12 +157,12 @@ def _chunks(response: HTTPResponse, where: str) -> Iterator[dict[str, Any]]:
             chunk = parsed_json(data)
         except ValueError as error:
             raise ValueError(f"{where} and streamed no JSON: {quote(data)}.") from error
-        if not isinstance(chunk, dict):
-            raise ValueError(f"{where} and streamed no chat completion: {quote(data)}.")
         yield chunk
 
 
-def _read_chunk(chunk: dict[str, Any], where: str) -> Piece:
+def _read_chunk(chunk: Any, where: str) -> Piece:
+    if not isinstance(chunk, dict):
+        raise ValueError(f"{where} and streamed no chat completion: {quote(chunk)}.")
     error = chunk.get("error")
     if error:
         message = error.get("message", error) if isinstance(error, dict) else error

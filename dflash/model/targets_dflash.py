@@ -187,7 +187,7 @@ def tapped(layers: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
     states: list[torch.Tensor] = []
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
-        states.append(output[0] if isinstance(output, tuple) else output)
+        states.append(output if isinstance(output, torch.Tensor) else output[0])
 
     hook: Any = in_this_thread(record)
     hook.is_tap = True  # gone after this forward, so the model counts as unchanged

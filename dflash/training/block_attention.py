@@ -5,7 +5,7 @@ grows with the square of the number of blocks. Here it grows with the number, an
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,20 @@ MOST_SCORES = 2**24
 
 # Devices with a fused kernel whose output can be joined with the block's own.
 FUSED = ("cpu",)
+
+
+class Blocks(NamedTuple):
+    """What the queries of A blocks read: the context, and each its own block.
+
+    The H / G heads that share keys and values are a dimension of the query.
+    """
+
+    query: Tensor  # [B, G, H / G, A, N, E]
+    context_key: Tensor  # [B, G, S, E]
+    context_value: Tensor  # likewise
+    block_key: Tensor  # [B, G, A, N, E]
+    block_value: Tensor  # likewise
+    attention_mask: Tensor  # [B, 1, A * N, S + N]
 
 
 def blockwise_attention(
@@ -49,80 +63,61 @@ def blockwise_attention(
     sizes = [length, num_rows]
     context_key, block_key = key.split(sizes, dim=2)
     context_value, block_value = value.split(sizes, dim=2)
-    attend = _fused if is_fused(query.device, dropout) else _in_parts
-    output = attend(
+    blocks = Blocks(
         query,
         context_key,
         context_value,
         block_key.unflatten(2, (-1, block_size)),
         block_value.unflatten(2, (-1, block_size)),
         attention_mask,
-        dropout,
     )
+    output = _fused(blocks) if is_fused(query.device, dropout) else _in_parts(blocks, dropout)
     output = output.permute(0, 3, 4, 1, 2, 5)  # [B, A, N, G, H / G, E]
     return output.reshape(batch, num_rows, heads, size), None
 
 
-def _fused(
-    query: Tensor,  # [B, G, H / G, A, N, E]
-    context_key: Tensor,  # [B, G, S, E]
-    context_value: Tensor,  # likewise
-    block_key: Tensor,  # [B, G, A, N, E]
-    block_value: Tensor,  # likewise
-    attention_mask: Tensor,  # [B, 1, A * N, S + N]
-    dropout: float,
-) -> Tensor:  # of the shape of query
+def _fused(blocks: Blocks) -> Tensor:  # of the shape of query
     """The output by a kernel that holds no scores of the context.
 
     Heads that share keys take turns, so that keys and values are not repeated.
     """
-    length = context_key.shape[2]
-    block_size = block_key.shape[3]
-    context_mask, block_mask = attention_mask.split([length, block_size], dim=-1)
+    length = blocks.context_key.shape[2]
+    block_size = blocks.block_key.shape[3]
+    context_mask, block_mask = blocks.attention_mask.split([length, block_size], dim=-1)
     block_mask = block_mask.unflatten(2, (-1, block_size))
     outputs = []
-    for turn in query.unbind(2):
+    for turn in blocks.query.unbind(2):
         output = FusedBlocks.apply(
-            context_key,
-            context_value,
+            blocks.context_key,
+            blocks.context_value,
             context_mask,
             # Of strided turns Inductor takes the kernel's strides for constants, and another number of blocks raises.
             turn.contiguous(),
-            block_key,
-            block_value,
+            blocks.block_key,
+            blocks.block_value,
             block_mask,
         )
         outputs.append(output)
     return torch.stack(outputs, dim=2)
 
 
-def _in_parts(
-    query: Tensor,  # [B, G, H / G, A, N, E]
-    context_key: Tensor,  # [B, G, S, E]
-    context_value: Tensor,  # likewise
-    block_key: Tensor,  # [B, G, A, N, E]
-    block_value: Tensor,  # likewise
-    attention_mask: Tensor,  # [B, 1, A * N, S + N]
-    dropout: float,
-) -> Tensor:  # of the shape of query
+def _in_parts(blocks: Blocks, dropout: float) -> Tensor:  # of the shape of query
     """The output of all blocks, or of some after others where their scores would be more than `MOST_SCORES`.
 
     The backward pass of the latter computes the scores again, so that they are never held whole.
     """
     # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
-    shared = query.shape[2]
-    num_blocks = query.shape[3]
-    block_size = query.shape[4]
-    rows = query.transpose(2, 3).flatten(3, 4)
-    mask = attention_mask.unflatten(2, (-1, block_size))
-    tensors = (rows, block_key, block_value, mask)
+    shared, num_blocks, block_size = blocks.query.shape[2:5]
+    rows = blocks.query.transpose(2, 3).flatten(3, 4)
+    mask = blocks.attention_mask.unflatten(2, (-1, block_size))
+    tensors = (rows, blocks.block_key, blocks.block_value, mask)
     attend = partial(
         _attend,
-        context_key=context_key,
-        context_value=context_value,
+        context_key=blocks.context_key,
+        context_value=blocks.context_value,
         dropout=dropout,
     )
-    num_scores = rows[..., 0].numel() * attention_mask.shape[-1]
+    num_scores = rows[..., 0].numel() * mask.shape[-1]
     scores_of_block = num_scores // num_blocks
     at_a_time = max(1, MOST_SCORES // scores_of_block)
     if at_a_time >= num_blocks:

@@ -3,13 +3,11 @@
 The target runs without a cache and computes at most one column of logits.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.model.cache_dflash import PreallocatedCache
@@ -21,6 +19,7 @@ from dflash.model.targets_dflash import (
     decoder_layers,
     head,
     layer_types,
+    tapped,
     text_config,
 )
 
@@ -76,7 +75,7 @@ class FrozenTarget:
         num_sequences, length = batch.input_ids.shape
         if self.layout.shares_keys:  # such layers read their keys from a cache
             options[self.layout.cache_name] = PreallocatedCache(len(self._layers), length, num_sequences)
-        with _outputs_of(self._read) as outputs:
+        with tapped(self._read) as outputs:
             logits = self.target(
                 input_ids=batch.input_ids,
                 logits_to_keep=torch.tensor([length - 1]),  # as a number, Gemma 4 would skip the other columns
@@ -84,8 +83,7 @@ class FrozenTarget:
                 return_dict=True,
                 **options,
             ).logits[:, -1]
-        outputs_read = [outputs[module] for module in self._read]
-        *states, last_hidden_state = (output.to(self.drafter.device) for output in outputs_read)
+        *states, last_hidden_state = (output.to(self.drafter.device) for output in outputs)
         features = torch.cat(states, dim=-1).to(self.drafter.dtype)
         if not wants_states:
             return TargetStates(features)
@@ -144,19 +142,3 @@ class FrozenTarget:
                 f"{error.item():.3g}): train with loss='ce', which does not read them."
             )
         self._is_head_known = True
-
-
-@contextmanager
-def _outputs_of(modules: list[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
-    """The first output of each of `modules` in the forward in the body."""
-    outputs: dict[nn.Module, Tensor] = {}
-
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        outputs[module] = output if isinstance(output, Tensor) else output[0]
-
-    handles = [module.register_forward_hook(keep) for module in modules]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -26,7 +26,7 @@ from tiny_tokenizer import MASK
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from word_problem_data import fingerprint, load_gsm8k
-from workers import WORKERS, gather, spawn_workers
+from workers import WORKERS, argument_parser, gather, spawn_workers
 
 from dflash import DFlashDraftModel, spec_generate
 from dflash.regeneration import Sampling, regenerate
@@ -192,26 +192,16 @@ def final_figures(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, f"{FULL.steps} by default, {FULL.head_steps} of a head")
     parser.add_argument("--target", type=Path, required=True, help="folder of the target, tokenizer inside")
-    parser.add_argument(
-        "--gsm8k", default="openai/gsm8k", help="Hub id, folder that holds train.jsonl, or .jsonl file"
-    )
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--overwrite", action="store_true", help="begin anew in an --output that exists")
     parser.add_argument(
         "--responses", type=Path, help="the target's answers: written here, or read if the file exists"
     )
     parser.add_argument("--init", type=Path, help="train a head on this drafter")
-    parser.add_argument(
-        "--steps", type=int, help=f"optimiser steps, {FULL.steps} by default, {FULL.head_steps} of a head"
-    )
     parser.add_argument("--layers", type=int, help=f"the drafter's depth, {FULL.layers} by default")
     parser.add_argument("--intermediate", type=int, help="width of its MLPs, 1024 by default")
     parser.add_argument("--anchors", type=int, help=f"blocks per sequence, {FULL.num_anchors} by default")
     parser.add_argument("--loss", choices=("ce", "forward_kl"), help="as of dflash train, forward_kl by default")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--smoke", action="store_true", help="a few tiny steps through the same code")
     arguments = parser.parse_args()
     if arguments.init and (arguments.layers or arguments.intermediate or arguments.loss):
         parser.error("--layers, --intermediate and --loss are of a new drafter: leave them out, or leave out --init.")

@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import transformers
 from evaluate_target import generated_sets, score
 from problems import generate
 from tiny_tokenizer import save_tokenizer, train_tokenizer
-from torch import distributed, multiprocessing
+from torch import distributed
 from torch.nn import functional
 from tqdm import tqdm
 from transformers import (
@@ -34,20 +33,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from word_problem_data import Batch, Encoder, Mix, bucketed_batches, fingerprint, load_gsm8k, mixed_rows
+from workers import WORKERS, argument_parser, spawn_workers
 
 from dflash.checkpoints import replace_folder
 
 
 ROPE_THETA = 10000.0
-WORKERS = 2
-# Workers keep their memory: half of the time went into giving pages back to the system and asking for them again.
-WORKER_ENVIRONMENT = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "100000000000",
-    "MALLOC_TOP_PAD_": "268435456",
-    "MALLOC_ARENA_MAX": "1",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -173,15 +164,8 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--gsm8k", default="openai/gsm8k", help="Hub id, folder that holds train.jsonl, or .jsonl file"
-    )
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--overwrite", action="store_true", help="replace folders that exist")
-    parser.add_argument("--steps", type=int, help=f"optimiser steps, {FULL.steps} by default")
+    parser = argument_parser(__doc__, f"{FULL.steps} by default")
     parser.add_argument("--minutes", type=float, help="a budget by the clock instead of --steps")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=4e-3, help="peak rate of AdamW, for embeddings and norms")
     parser.add_argument("--muon-lr", type=float, default=5e-3, help="peak rate of Muon, for the matrices")
     parser.add_argument("--gsm8k-share", type=float, default=0.08, help="GSM8K's share of the rows")
@@ -189,7 +173,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="a saved target to train on, with its tokenizer")
     parser.add_argument("--prompt-weight", type=float, default=0.1, help="loss weight of the question's tokens")
     parser.add_argument("--early", type=Path, help="also save here after each scoring on the way")
-    parser.add_argument("--smoke", action="store_true", help="a few tiny steps through the same code")
     arguments = parser.parse_args()
     for folder in filter(None, (arguments.output, arguments.early)):
         if folder.exists() and not arguments.overwrite:
@@ -197,13 +180,11 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def train(rank: int, arguments: argparse.Namespace, meeting: str) -> None:
+def train(rank: int, arguments: argparse.Namespace) -> None:
     """One worker; the first one also scores, prints and saves."""
     scale = SMOKE if arguments.smoke else FULL
     steps = arguments.steps or scale.steps
-    torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
-    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORKERS)
     began = time.monotonic()
 
     gsm8k = load_gsm8k(arguments.gsm8k, "train")
@@ -264,7 +245,6 @@ def train(rank: int, arguments: argparse.Namespace, meeting: str) -> None:
             if arguments.early:
                 save(model, tokenizer, arguments.early, {"steps": step, "curve": curve})
     bar.close()
-    distributed.destroy_process_group()
     if rank > 0:
         return
     training_minutes = (time.monotonic() - started) / 60
@@ -296,10 +276,7 @@ def train(rank: int, arguments: argparse.Namespace, meeting: str) -> None:
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    os.environ |= WORKER_ENVIRONMENT
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(train, args=(arguments, f"{folder}/meeting"), nprocs=WORKERS)
+    spawn_workers(train, parse_arguments())
 
 
 if __name__ == "__main__":

@@ -1,13 +1,42 @@
-"""One-threaded worker processes that meet over gloo: two of them waste far less than two threads of one process do."""
+"""What both training scripts run on: their common options, and one-threaded worker processes that meet over gloo.
 
+Two such processes waste far less than two threads of one process do.
+"""
+
+import argparse
 import os
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed, multiprocessing
-from train_target import WORKER_ENVIRONMENT, WORKERS
+
+
+WORKERS = 2
+# Workers keep their memory: half of the time went into giving pages back to the system and asking for them again.
+WORKER_ENVIRONMENT = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def argument_parser(description: str | None, steps: str) -> argparse.ArgumentParser:
+    """A parser with the options that both scripts have; `steps` says how many there are by default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--gsm8k", default="openai/gsm8k", help="Hub id, folder that holds train.jsonl, or .jsonl file"
+    )
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--overwrite", action="store_true", help="replace folders that exist")
+    parser.add_argument("--steps", type=int, help=f"optimiser steps, {steps}")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smoke", action="store_true", help="a few tiny steps through the same code")
+    return parser
 
 
 def spawn_workers(work: Callable[..., None], *arguments: Any) -> None:
