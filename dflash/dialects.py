@@ -470,6 +470,9 @@ def _is_of_a_malformed_checkpoint(error: Exception) -> bool:
 def _holds_integers(model: Any) -> bool:
     """Whether the weights of a model that is not called quantised are whole numbers."""
     weight = model.fc.weight
-    if weight.device.type == "meta" or getattr(model.config, "quantization_config", None) is not None:
+    is_quantised = getattr(model.config, "quantization_config", None) is not None
+    if is_quantised or weight.device.type == "meta":
         return False
-    return bool((weight == weight.round()).all()) and bool((weight.abs() > 1).any())
+    are_whole = weight == weight.round()
+    are_large = weight.abs() > 1
+    return bool(are_whole.all()) and bool(are_large.any())

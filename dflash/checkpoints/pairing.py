@@ -165,8 +165,11 @@ def _new_folder(folder: str | os.PathLike[str]) -> Path:
 def _local(name: str | os.PathLike[str], what: str, revision: str | None = None) -> Path:
     """The folder of a checkpoint's files, fetched if it is on the Hub; ValueError if there is none."""
     folder = local_folder(name, what, revision=revision, ignore_patterns=OTHER_FORMATS)
-    if not any(folder.glob("*.safetensors")) and not Path(name).expanduser().is_dir():
-        downloaded(str(name), what, revision=revision, allow_patterns=["*.bin", "*.bin.index.json"])
+    has_safetensors = any(folder.glob("*.safetensors"))
+    is_local = Path(name).expanduser().is_dir()
+    if not has_safetensors and not is_local:
+        patterns = ["*.bin", "*.bin.index.json"]
+        downloaded(str(name), what, revision=revision, allow_patterns=patterns)
     return folder.absolute()
 
 

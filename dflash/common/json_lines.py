@@ -20,14 +20,18 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, rank: int = 0, remedy: str = "run the same command again") -> None:
-        self.path, self._remedy = path, remedy
-        self._own = path if rank == 0 else path.with_name(f"{path.stem}.part{rank}{path.suffix}")
+        self.path = path
+        self._remedy = remedy
+        self._own = path
+        if rank > 0:
+            self._own = path.with_name(f"{path.stem}.part{rank}{path.suffix}")
 
     def parts(self) -> list[Path]:
         """The parts that hold anything, the first process's first."""
         pattern = f"{glob.escape(self.path.stem)}.part*{self.path.suffix}"
-        parts = [self.path, *sorted(self.path.parent.glob(pattern))]
-        return [part for part in parts if part.is_file() and part.stat().st_size]
+        others = sorted(self.path.parent.glob(pattern))
+        parts = [part for part in (self.path, *others) if part.is_file()]
+        return [part for part in parts if part.stat().st_size]
 
     def mend(self) -> None:
         """Cuts half a line off the end of this process's part. Once, before the first `append`."""
@@ -82,8 +86,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The settings that differ, each as `name: 8, now 9`, for a sentence; empty if none does."""
     differing = []
     for name in sorted({*before, *now}):
-        if before.get(name) != now.get(name):
-            differing.append(f"{name}: {_short(before.get(name))}, now {_short(now.get(name))}")
+        old = before.get(name)
+        new = now.get(name)
+        if old != new:
+            differing.append(f"{name}: {_short(old)}, now {_short(new)}")
     return "; ".join(differing)
 
 

@@ -57,13 +57,16 @@ class RowCache(TreeCache):
 
     def hold_sequence(self, source: RowCache, origin: int) -> None:
         """Holds a copy of sequence `origin` of another cache, and nothing else."""
-        for layer, own in zip(self.attention_layers(), source.attention_layers(), strict=True):
-            _copy_sequence(own, origin, layer, 0)
+        for layer, theirs in zip(self.attention_layers(), source.attention_layers(), strict=True):
+            _copy_sequence(theirs, origin, layer, 0)
+        row = torch.tensor([origin])
         for index, running in self._running.items():
-            own = copy.deepcopy(source._running[index].layer)
-            own.reorder_cache(torch.tensor([origin]))
-            self.layers[index] = running.layer = own
-        self._set_lengths([source.lengths[origin]])
+            states = copy.deepcopy(source._running[index].layer)
+            states.reorder_cache(row)
+            running.layer = states
+            self.layers[index] = states
+        length = source.lengths[origin]
+        self._set_lengths([length])
 
 
 def _copy_sequence(source: PreallocatedLayer, origin: int, layer: PreallocatedLayer, place: int) -> None:
@@ -79,9 +82,11 @@ def _copy_sequence(source: PreallocatedLayer, origin: int, layer: PreallocatedLa
         layer.keys = functional.pad(layer.keys, padding)
         layer.values = functional.pad(layer.values, padding)
     end = source.length
+    keys = source.keys[origin, :, :end]
+    values = source.values[origin, :, :end]
     layer.reserve(end)
-    layer.keys[place, :, :end] = source.keys[origin, :, :end]
-    layer.values[place, :, :end] = source.values[origin, :, :end]
+    layer.keys[place, :, :end] = keys
+    layer.values[place, :, :end] = values
 
 
 def _append_states(source: dict[int, Any], origin: int, whole: dict[int, Any]) -> None:

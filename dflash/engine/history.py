@@ -6,7 +6,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -79,9 +79,12 @@ class History:
 
     def after(self, recent_ids: Sequence[int], most: int) -> list[int]:
         """What followed the last tokens of `recent_ids` in the newest text that holds them, at most `most` tokens."""
-        number, end = self._ends.get(self._key(recent_ids, len(recent_ids)), (-1, 0))
-        text = self._texts.get(number, ())
-        return list(islice(text, end, end + most))
+        key = self._key(recent_ids, len(recent_ids))
+        if key not in self._ends:
+            return []
+        number, end = self._ends[key]
+        text = self._texts[number]
+        return list(text[end : end + most])
 
     def check_vocabulary(self, size: int) -> None:
         """Raises ValueError if a target of this vocabulary cannot have written the texts."""
@@ -94,10 +97,14 @@ class History:
     def save(self, path: str | Path) -> None:
         """Writes the texts to a safetensors file, which replaces an earlier one once it is whole."""
         texts = list(self._texts.values())
-        lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64)
-        token_ids = torch.tensor([token_id for text in texts for token_id in text], dtype=torch.int64)
+        lengths = [len(text) for text in texts]
+        token_ids = list(chain.from_iterable(texts))
+        tensors = {
+            "token_ids": torch.tensor(token_ids, dtype=torch.int64),
+            "lengths": torch.tensor(lengths, dtype=torch.int64),
+        }
         with replaced(Path(path)) as aside:
-            save_file({"token_ids": token_ids, "lengths": lengths}, aside)
+            save_file(tensors, aside)
 
     def load(self, path: str | Path) -> None:
         """Adds the texts of a file that `save` has written. ValueError for another file."""

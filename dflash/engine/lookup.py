@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle, islice, takewhile
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -89,11 +89,12 @@ class PromptLookup:
 
     def _num_equal(self, begin: int) -> int:
         """How many tokens before `begin` equal the last ones of the text."""
-        start = max(begin - LONGEST_MATCH, 0)
-        before = self._text[start:begin]
-        pairs = zip(reversed(before), reversed(self._text), strict=False)
-        equal = takewhile(lambda pair: pair[0] == pair[1], pairs)
-        return len(list(equal))
+        longest = min(begin, LONGEST_MATCH)
+        for count in range(longest):
+            place = begin - 1 - count
+            if self._text[place] != self._text[-1 - count]:
+                return count
+        return longest
 
     def record(self, num_accepted: int) -> None:
         """Adapts the number of tokens that have to match to the accepted tokens of a lookup in the sequence itself."""

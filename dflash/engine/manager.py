@@ -148,8 +148,11 @@ class BatchManager:
         """A token that does not end a text, for a request that is only checked."""
         config = self.generation_config or self.model.generation_config
         stops = config.eos_token_id
-        stop_ids = torch.as_tensor(-1 if stops is None else stops).flatten().tolist()
-        return next(token_id for token_id in range(len(stop_ids) + 1) if token_id not in stop_ids)
+        if stops is None:
+            return 0
+        stop_ids = torch.as_tensor(stops).flatten().tolist()
+        candidates = range(len(stop_ids) + 1)
+        return next(token_id for token_id in candidates if token_id not in stop_ids)
 
     def _decoder(self, prompt_ids: list[int], **keywords: Any) -> Any:
         """The decoder of a request. Raises ValueError for one that cannot be run exactly."""

@@ -66,9 +66,11 @@ class Together:
         self.num_asked += 1
         texts = [torch.tensor(text[: self.num_asked]) for text in self.texts]
         new_ids = pad_sequence(texts, batch_first=True, padding_value=self.pad_id)
-        text_ids = torch.cat([self.prompt_ids, new_ids.to(self.prompt_ids)], dim=1)
-        stops = self.criteria(text_ids, None).tolist()
-        self.is_told = [was or stop for was, stop in zip(self.is_told, stops, strict=True)]
+        new_ids = new_ids.to(self.prompt_ids)
+        text_ids = torch.cat([self.prompt_ids, new_ids], dim=1)
+        stops = self.criteria(text_ids, None)
+        for index, stop in enumerate(stops.tolist()):
+            self.is_told[index] |= stop
 
     def _cut(self) -> list[Block]:
         """The blocks of the texts that stop here, without later tokens."""

@@ -119,8 +119,10 @@ class Branches:
     """The likeliest tokens of each position, and their log-probabilities, whatever was chosen before: without a head."""
 
     def __init__(self, logits: torch.Tensor, temperature: float, device: torch.device) -> None:
-        log_probs = (logits.float() / temperature).log_softmax(-1)
-        best = log_probs.topk(min(TREE_BRANCHES, logits.shape[-1]))
+        scores = logits.float() / temperature
+        log_probs = scores.log_softmax(-1)
+        num_branches = min(TREE_BRANCHES, logits.shape[-1])
+        best = log_probs.topk(num_branches)
         self.log_probs = best.values.to(device)
         self.token_ids = best.indices.to(device)  # [B, R, K]
 
@@ -161,14 +163,20 @@ class HeadBranches(Branches):
         """As `Branches.after_paths`."""
         head = self.head
         num_texts, num_paths, _ = self.previous.shape
-        states = head.read(self.previous.flatten(0, 1), self.states.flatten(0, 1))
+        previous = self.previous.flatten(0, 1)
+        states = self.states.flatten(0, 1)
+        states = head.read(previous, states)
         self.states = states.unflatten(0, (num_texts, num_paths))
-        features = self.features[:, position].repeat_interleave(num_paths, dim=0)
-        logits = self.logits[:, position].repeat_interleave(num_paths, dim=0)
-        rows = self.rows[:, position].repeat_interleave(num_paths, dim=0)
+
+        def of_paths(values: torch.Tensor) -> torch.Tensor:
+            return values[:, position].repeat_interleave(num_paths, dim=0)
+
+        features = of_paths(self.features)
+        logits = of_paths(self.logits)
+        rows = of_paths(self.rows)
         scores = head.scores(features, logits, rows, states)
-        log_probs = head.probabilities(scores, self.temperature).log()
-        return log_probs.unflatten(0, (num_texts, num_paths))
+        probabilities = head.probabilities(scores, self.temperature)
+        return probabilities.log().unflatten(0, (num_texts, num_paths))
 
     def follow(self, position: int, parents: torch.Tensor, choices: torch.Tensor) -> None:
         """As `Branches.follow`."""
@@ -206,10 +214,14 @@ def grown(branches: Branches, anchors: torch.Tensor, num_nodes: int) -> TreeProp
 
 def num_promising(totals: torch.Tensor, found: Found, num_nodes: int) -> int:
     """How many of the paths `totals` [B, M], best first, a tree has room for beside those that were found before."""
-    known = torch.cat([totals, *(level[0] for level in found)], dim=1)
-    best = known.topk(min(num_nodes, known.shape[1]))
-    is_promising = totals >= best.values[:, -1:]
-    return max(1, int(is_promising.sum(1).max()))
+    earlier = [level[0] for level in found]
+    known = torch.cat([totals, *earlier], dim=1)
+    num_best = min(num_nodes, known.shape[1])
+    best = known.topk(num_best).values
+    least = best[:, -1:]
+    is_promising = totals >= least
+    num_paths = int(is_promising.sum(1).max())
+    return max(1, num_paths)
 
 
 def best_of(found: Found, num_nodes: int, device: torch.device) -> TreeProposals:
@@ -281,8 +293,10 @@ class TreeAcceptor(Acceptor):
         """As `Acceptor.uniforms`, also for depths [B, S] of trees."""
         if not isinstance(depths, torch.Tensor):
             return super().uniforms(sequences, depths, device)
-        uniforms = super().uniforms(sequences, range(depths.shape[1]), device)
-        return uniforms.gather(1, depths.to(uniforms.device))
+        num_columns = depths.shape[1]
+        uniforms = super().uniforms(sequences, range(num_columns), device)
+        depths = depths.to(uniforms.device)
+        return uniforms.gather(1, depths)
 
     def process_sequence(self, scores: torch.Tensor, sequence: TextSequence, place: int, proposals: Proposals) -> None:
         """As `Acceptor.process_sequence`; of a tree, the columns of the path that the target's choices take."""

@@ -111,7 +111,8 @@ class Experience:
         `tokens` says what a step of each width is expected to give. Default: what steps have given.
         """
         speeds = {width: self.speed(width, costs, tokens) for width in self.widths}
-        least = ABOUT_AS_FAST * max(speeds.values())
+        fastest = max(speeds.values())
+        least = ABOUT_AS_FAST * fastest
         good = [width for width, speed in speeds.items() if speed >= least]
         return max(good)
 
@@ -187,7 +188,11 @@ class WidthProposer:
         confidences: Any = proposals.confidences
         tokens = expected_tokens(confidences, self._known.widths)
         width = self._known.best(self._costs, tokens)
-        return replace(proposals, token_ids=proposals.token_ids[:, :width], confidences=confidences[:, :width])
+        return replace(
+            proposals,
+            token_ids=proposals.token_ids[:, :width],
+            confidences=confidences[:, :width],
+        )
 
     def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
         """Adds the time and the accepted proposals of a step. One with lookups says nothing about drafts."""
@@ -206,8 +211,9 @@ def expected_tokens(confidences: torch.Tensor, widths: Sequence[int]) -> dict[in
     """The mean number of tokens that a step gives by its width, where proposals are accepted with chances [B, n]."""
     survivals = confidences.cumprod(dim=1)  # that a proposal and all before it are accepted
     totals = 1 + survivals.cumsum(dim=1).mean(dim=0)
-    of_counts = totals.tolist()
-    return {width: of_counts[min(width, len(of_counts)) - 1] for width in widths}
+    tokens = totals.tolist()  # of 1, 2, … proposals
+    most = len(tokens)
+    return {width: tokens[min(width, most) - 1] for width in widths}
 
 
 def accepted_columns(proposals: Proposals, place: int, block: Any) -> Sequence[int]:

@@ -322,7 +322,8 @@ def _other_masks(config: Any, vocab_size: int, tokenizer: Any) -> Iterator[Varia
     names.setdefault(vocab_size - 1, "the last row of the embedding")
     names.setdefault(0, "the first row of the embedding")
     own = config.mask_token_id
-    possible = [token_id for token_id in names if token_id not in (None, own) and token_id < vocab_size]
+    others = [token_id for token_id in names if token_id not in (None, own)]
+    possible = [token_id for token_id in others if token_id < vocab_size]
     for token_id in possible[:MOST_MASKS]:
         reason = f"{names[token_id]}; config.json says {own}"
         yield "mask", f"mask_token_id {token_id}", reason, {"mask_token_id": token_id}

@@ -194,11 +194,13 @@ def _paths(trial: _Trial) -> Iterator[str]:
     head = trial.head()
     hidden_states, logits, anchors = trial.block(3)
     path = head.choose_path(hidden_states, logits, anchors)
-    before = torch.cat([anchors, path.token_ids[:, :-1]], dim=1)
+    chosen = path.token_ids[:, :-1]
+    before = torch.cat([anchors, chosen], dim=1)
     top_logits = logits.gather(-1, path.candidate_ids)
     again = _scores_along(head, hidden_states, top_logits, path.candidate_ids, before)
     for position, scores in enumerate(again):
-        if not torch.allclose(scores, path.scores[:, position], atol=TOLERANCE):
+        in_block = path.scores[:, position]
+        if not torch.allclose(scores, in_block, atol=TOLERANCE):
             yield f"scores: those of position {position} differ when they are computed alone, as trees and training do."
             return
 
@@ -304,7 +306,9 @@ def _loss(trial: _Trial) -> torch.Tensor:
     before = torch.cat([anchors, best[:, :-1]], dim=1)
     loss = torch.zeros(())
     for scores in _scores_along(head, hidden_states, top.values, top.indices, before):
-        loss = loss - scores.log_softmax(dim=-1)[:, 0].sum()
+        log_probs = scores.log_softmax(dim=-1)
+        of_best = log_probs[:, 0]
+        loss = loss - of_best.sum()
     confidences = head.confidences(hidden_states, before)
     if confidences is not None:
         loss = loss + torch.nn.functional.softplus(confidences).sum()

@@ -44,8 +44,8 @@ class Journal(JsonLines):
 
     def add(self, question: Question, answers: list[TaskAnswer]) -> None:
         """Writes a finished question; it is on the disk when this returns."""
-        is_begun = self._own.exists() and self._own.stat().st_size > 0
-        if not is_begun:
+        size = self._own.stat().st_size if self._own.exists() else 0
+        if not size:
             self.append([{"settings": self._settings}])
         records = [asdict(answer) for answer in answers]
         self.append([{"key": key(question), "answers": records}])

@@ -191,11 +191,12 @@ def _tables(result: dict[str, Any]) -> list[tuple[str, Table, Table | None]]:
     shown = SHOWN.get(result["kind"], ())
     if "task" not in shown:
         return [("", table, None) for table in tables_of(result)]
+    usual = _without_task(shown)
+    every = _without_task(COLUMNS)
+    rows_by_task = grouped(result["summary"], itemgetter("task"))
     tables: list[tuple[str, Table, Table | None]] = []
-    for task, rows in grouped(result["summary"], itemgetter("task")).items():
-        usual = table_of(rows, _without_task(shown))
-        whole = table_of(rows, _without_task(COLUMNS))
-        tables.append((task, usual, whole))
+    for task, rows in rows_by_task.items():
+        tables.append((task, table_of(rows, usual), table_of(rows, every)))
     return tables
 
 

@@ -254,7 +254,9 @@ class DominoHead(CausalHead):
         """The GRU's next state. Written out, because some devices have no `torch.gru_cell`."""
         gates = torch.addmm(inputs @ self._gates_of_inputs, state, self._gates_of_state)
         reset, update = gates.sigmoid().chunk(2, dim=1)
-        new = torch.addcmul(inputs @ self._new_of_inputs, reset, state @ self._new_of_state)
+        new_of_inputs = inputs @ self._new_of_inputs
+        new_of_state = state @ self._new_of_state
+        new = torch.addcmul(new_of_inputs, reset, new_of_state)
         return torch.lerp(new.tanh(), state, update)
 
     def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:

@@ -151,11 +151,14 @@ def regenerate_data(
         seen = SeenRows()
         drawn = drawn_rows(source, seen, settings)
         asked, left_out = selected(drawn, name or "the data", tokenizer, settings, writer.positions)
-        facts = run.facts(writer.revision, settings, name, getattr(source(), "info", None), seen)
-        file = AnswerFile(path, _depends_on(settings, writer, tokenizer, seen), processes.rank)
+        info = getattr(source(), "info", None)
+        facts = run.facts(writer.revision, settings, name, info, seen)
+        depends_on = _depends_on(settings, writer, tokenizer, seen)
+        file = AnswerFile(path, depends_on, processes.rank)
         finished = set() if overwrite else file.finished()
         left = [dialogue for dialogue in asked if dialogue.number not in finished]
-        record = RegenerationRecord(left_out=dict(left_out), was_finished=len(asked) - len(left))
+        was_finished = len(asked) - len(left)
+        record = RegenerationRecord(left_out=dict(left_out), was_finished=was_finished)
         _begin(file, processes, overwrite, facts)
         run.begin_trace(writer, tokenizer, resume)
         # Rows of like length and number of turns share a batch, the longest first: memory runs out at once or never.

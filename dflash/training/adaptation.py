@@ -4,7 +4,7 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, takewhile
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -183,8 +183,12 @@ def _examples_of(domains: Mapping[str, Prepared], general: str, general_share: f
 def _some(examples: Examples, room: float, seed: int) -> Examples:
     """Examples of at most `room` tokens in all, in random order."""
     lengths = lengths_of(examples)
-    places = list(range(len(lengths)))
+    places = range(len(lengths))
     order = random.Random(seed).sample(places, len(places))
-    ends = accumulate(lengths[place] for place in order)
-    within = list(takewhile(lambda end: end <= room, ends))
-    return selected(examples, order[: len(within)])
+    chosen = []
+    for place in order:
+        room -= lengths[place]
+        if room < 0:
+            break
+        chosen.append(place)
+    return selected(examples, chosen)

@@ -89,9 +89,11 @@ class Batch(NamedTuple):
         process computes like the others, and its loss is 0.
         """
         if index < len(self.input_ids):
-            return Batch(*(tensor[index::num_shares] for tensor in self))
-        first = Batch(*(tensor[:1] for tensor in self))
-        return first._replace(anchors=torch.full_like(first.anchors, NO_ANCHOR))
+            own = [tensor[index::num_shares] for tensor in self]
+            return Batch(*own)
+        first = Batch(*[tensor[:1] for tensor in self])
+        no_anchors = torch.full_like(first.anchors, NO_ANCHOR)
+        return first._replace(anchors=no_anchors)
 
 
 @dataclass(frozen=True)

@@ -138,9 +138,14 @@ def counts_of_each(accelerator: Accelerator, counts: DraftCounts) -> dict[str, T
 
 def counts_of_share(accelerator: Accelerator, saved: dict[str, Tensor]) -> DraftCounts:
     """The share of this process in the counts that `counts_of_each` saved, on any number of processes."""
-    index, count = accelerator.process_index, accelerator.num_processes
-    share = DraftCounts(**saved).each(lambda values: values[index::count].sum(dim=0))
-    return share.each(lambda values: values.to(accelerator.device))
+    index = accelerator.process_index
+    num_processes = accelerator.num_processes
+
+    def own(values: Tensor) -> Tensor:
+        total = values[index::num_processes].sum(dim=0)
+        return total.to(accelerator.device)
+
+    return DraftCounts(**saved).each(own)
 
 
 def join_acceptances(accelerator: Accelerator, acceptance: AcceptanceCounts) -> AcceptanceCounts:

@@ -104,8 +104,11 @@ class ExampleTable(Sequence[Example]):
         if isinstance(index, slice):
             return [self[place] for place in range(len(self))[index]]
         row = self.table[index]
-        columns = [row.column(name)[0].values for name in ("input_ids", "loss_mask", "rejected")]
-        return Example(*(column.to_numpy().tobytes() for column in columns))
+        fields = []
+        for name in ("input_ids", "loss_mask", "rejected"):
+            values = row.column(name)[0].values
+            fields.append(values.to_numpy().tobytes())
+        return Example(*fields)
 
     def lengths_in(self, name: str) -> Any:
         """The length of each example's list in a column, as an array of pyarrow: the lists are not read."""

@@ -95,10 +95,12 @@ def facts_of(target: FrozenTarget, examples: Examples, wants_states: bool, preci
 def feature_bytes(target: FrozenTarget, examples: Examples, wants_states: bool) -> int:
     """Bytes that the features of `examples` take on disk."""
     config = target.drafter.config
-    width = config.hidden_size * (len(config.target_layer_ids) + wants_states)
-    lengths = {key_of(example.token_array): len(example) for example in examples}  # each document once
+    num_states = len(config.target_layer_ids) + wants_states
+    width = config.hidden_size * num_states
     value_bytes = target.target.dtype.itemsize
-    return sum(lengths.values()) * width * value_bytes
+    lengths = {key_of(example.token_array): len(example) for example in examples}  # each document once
+    num_tokens = sum(lengths.values())
+    return num_tokens * width * value_bytes
 
 
 def write_features(
@@ -165,7 +167,8 @@ class _ShardWriter:
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self.shards: list[str] = []
         self.documents: dict[str, tuple[int, int, int]] = {}  # by key: the shard, the first row in it, and the length
-        self._folder, self._shard_bytes = folder, shard_bytes
+        self._folder = folder
+        self._shard_bytes = shard_bytes
         self._waiting: dict[str, list[Tensor]] = {}
 
     def add(self, document: Example, rows: dict[str, Tensor], dtype: torch.dtype) -> None:

@@ -48,7 +48,9 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     before = document_ids[:, :-1]
     begins[:, 1:] = document_ids[:, 1:] != before
-    return columns - torch.where(begins, columns, 0).cummax(dim=1).values
+    firsts = torch.where(begins, columns, 0)
+    firsts = firsts.cummax(dim=1).values  # the first column of each token's document
+    return columns - firsts
 
 
 def packed_causal_mask(document_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -56,10 +58,12 @@ def packed_causal_mask(document_ids: Tensor, window: int | None, dtype: torch.dt
 
     Padding is a document too, so that every token sees at least one.
     """
-    length, device = document_ids.shape[1], document_ids.device
-    visible = target_sees(torch.arange(length, device=device)[None], length, None, window)
+    length = document_ids.shape[1]
+    positions = torch.arange(length, device=document_ids.device)
+    visible = target_sees(positions[None], length, None, window)
     is_same_document = document_ids[:, :, None] == document_ids[:, None, :]
-    return additive_mask((visible & is_same_document)[:, None], dtype)
+    visible = visible & is_same_document
+    return additive_mask(visible[:, None], dtype)
 
 
 def lay_out_blocks(

@@ -407,8 +407,10 @@ def _changed_drafter(
 def hold_out(examples: Examples, count: int, seed: int) -> tuple[Examples, list[list[int]]]:
     """The examples to train on, and the prompts of `count` other examples, which are at most a tenth of all."""
     total = len(examples)
+    most = total // 10
     generator = random.Random(f"held-out-{seed}")
-    drawn = sorted(generator.sample(range(total), min(count, total // 10)))
+    drawn = generator.sample(range(total), min(count, most))
+    drawn.sort()
     kept = sorted(set(range(total)) - set(drawn))
     prompts = [prompt_of(examples[place]) for place in drawn]
     return selected(examples, kept), prompts

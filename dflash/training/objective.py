@@ -166,7 +166,8 @@ class _Learned:
     """The learned positions of all blocks [G, N] as one list of M, filled up to a multiple of `ROW_STEP` with any position."""
 
     def __init__(self, is_learned: Tensor, first: int) -> None:  # bool [G, N], and the first position that proposes
-        self.shape, self.first = is_learned.shape, first
+        self.shape = is_learned.shape
+        self.first = first
         self.proposals = is_learned[:, first:]  # [G, P]
         index = is_learned.flatten().nonzero().flatten()
         num_filled = -len(index) % ROW_STEP

@@ -145,10 +145,12 @@ class OnlineTrainer:
         with torch.random.fork_rng(devices), torch.enable_grad(), _frozen(self.target):
             frozen: Any = FrozenTarget(self.target, self.student)
             loss_of = DrafterLoss(frozen, self.settings)
-            for batch in islice(self._batches(examples), num_steps):
+            batches = self._batches(examples)
+            for batch in islice(batches, num_steps):
                 self._step(loss_of, batch.to(device))
+        learned = self.student.state_dict()
         with torch.no_grad():
-            self.drafter.load_state_dict(self.student.state_dict())
+            self.drafter.load_state_dict(learned)
 
     def _batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
         for epoch in count(self._num_epochs):

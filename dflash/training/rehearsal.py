@@ -85,8 +85,10 @@ def _described(ready: Prepared, settings: TrainingSettings, trainer: Trainer) ->
 def _memory(trainer: Trainer) -> str:
     sizes = estimate_memory(trainer)
     total = _bytes(sum(sizes.values()))
-    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in sizes.items())
-    return f"memory    about {total} per process, estimated from shapes: {parts}{_kept_by_glibc(trainer)}"
+    parts = [f"{name} {_bytes(size)}" for name, size in sizes.items()]
+    listed = ", ".join(parts)
+    kept = _kept_by_glibc(trainer)
+    return f"memory    about {total} per process, estimated from shapes: {listed}{kept}"
 
 
 def _measured(trainer: Trainer) -> Iterator[str]:

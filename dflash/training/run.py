@@ -421,7 +421,11 @@ class _Display:
     def show_step(self, step: int, figures: StepFigures) -> None:
         """Logs the figures of a step, and announces them once a minute where no bar is drawn."""
         if step % self._trainer.settings.log_every == 0:
-            shown = {"loss": figures.loss, "gradient_norm": figures.gradient_norm, "learning_rate": figures.rates}
+            shown = {
+                "loss": figures.loss,
+                "gradient_norm": figures.gradient_norm,
+                "learning_rate": figures.rates,
+            }
             self._trainer.accelerator.log(_flat(shown, "train/"), step=step)
         if self.steps.disable and self._since_line() >= LINE_SECONDS:
             self._since_line = stopwatch()

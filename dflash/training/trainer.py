@@ -178,9 +178,12 @@ class Trainer:
     @property
     def rates(self) -> str:
         """The peak rates in the form of settings: `learning_rate=0.002, muon_learning_rate=0.02`."""
-        rates = {"learning_rate": self.settings.learning_rate, "muon_learning_rate": self.muon_rate}
-        used = {name: rate for name, rate in rates.items() if rate}
-        return ", ".join(f"{name}={rate:.4g}" for name, rate in used.items())
+        rates = {
+            "learning_rate": self.settings.learning_rate,
+            "muon_learning_rate": self.muon_rate,
+        }
+        used = [f"{name}={rate:.4g}" for name, rate in rates.items() if rate]
+        return ", ".join(used)
 
     @property
     def attention(self) -> str:

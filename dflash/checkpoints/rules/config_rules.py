@@ -464,7 +464,8 @@ def _other_value(name: str, engines: tuple[str, ...], wanted: Any, value: Any) -
     fix = "write rope_theta too." if name == "rope_theta" else "write it at the top level and in dflash_config."
     what = "not found" if value is None else f"read as {shown(value)}"
     meant = list(wanted) if isinstance(wanted, tuple) else wanted
-    return error(name, meant, f"{what} by {engine_names(engines)}.", fix, engines)
+    fault = f"{what} by {engine_names(engines)}."
+    return error(name, meant, fault, fix, engines)
 
 
 def _other_attention(checkpoint: Checkpoint, engines: tuple[str, ...], wanted: Any, value: Any) -> Finding:

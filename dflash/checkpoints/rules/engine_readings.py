@@ -138,7 +138,9 @@ def meant(config: Config) -> Reading:
         own["target_layer_ids"] = layer_ids(config.get("aux_hidden_state_layer_ids"), offset=-1)
     elif own["target_layer_ids"] is None:
         own["target_layer_ids"] = layer_ids(config.get("eagle_aux_hidden_state_layer_ids"), offset=-1)
-    return Reading(**own, rope_theta=rope_theta(decoder_fields(config)), attention=_meant_attention(config))
+    base = rope_theta(decoder_fields(config))
+    attention = _meant_attention(config)
+    return Reading(**own, rope_theta=base, attention=attention)
 
 
 def _attention(types: list[str], window: int | None, is_causal: Any) -> tuple[LayerAttention, ...]:
@@ -173,7 +175,9 @@ def _vllm_attention(config: Config, types: list[str], sliding_window: int | None
     nested = nested_fields(config)
     window = whole_number(nested.get("swa_window_size")) or sliding_window
     is_causal = config.get("is_causal")
-    layers = _attention(types, window, nested.get("causal") if is_causal is None else is_causal)
+    if is_causal is None:
+        is_causal = nested.get("causal")
+    layers = _attention(types, window, is_causal)
     if nested.get("use_swa") and "sliding_attention" not in types:
         return tuple(replace(layer, window=window) for layer in layers)
     return layers
@@ -205,25 +209,33 @@ def _read_as_sglang(config: Config) -> Reading:
     """SGLang: `dflash_config`, then the top level; `causal`, `use_swa` and `swa_window_size` are not looked at."""
     window = transformers_window(config)
     attention = _attention(transformers_layer_types(config), window, config.get("is_causal"))
-    return replace(meant(config), **_own_fields(partial(nested_first, config)), attention=attention)
+    own = _own_fields(partial(nested_first, config))
+    return replace(meant(config), **own, attention=attention)
 
 
 def _read_as_trtllm(config: Config) -> Reading:
     """TensorRT-LLM: ids from `dflash_config` alone, sorted; sliding layers causal, `is_causal` not read."""
     nested = nested_fields(config)
     taps = layer_ids(nested.get("target_layer_ids"))
+    if taps:
+        taps = tuple(sorted(taps))
     window = whole_number(nested.get("swa_window_size"))
-    attention = _attention(transformers_layer_types(config), transformers_window(config), None)
     if nested.get("use_swa") and window is not None:
         attention = (LayerAttention(False, window),) * num_layers(config)
-    return replace(meant(config), target_layer_ids=taps and tuple(sorted(taps)), attention=attention)
+    else:
+        attention = _attention(transformers_layer_types(config), transformers_window(config), None)
+    return replace(meant(config), target_layer_ids=taps, attention=attention)
 
 
 def _read_as_mlx(config: Config) -> Reading:
     """MLX: the block and the rotary base from the top level, the rest from `dflash_config`; sliding layers causal."""
-    own = _own_fields(nested_fields(config).get) | {"block_size": whole_number(config.get("block_size"))}
-    attention = _attention(_declared_types(config), whole_number(config.get("sliding_window")), None)
-    return Reading(**own, rope_theta=rope_theta({"rope_theta": config.get("rope_theta")}), attention=attention)
+    nested = nested_fields(config)
+    own = _own_fields(nested.get)
+    own["block_size"] = whole_number(config.get("block_size"))
+    window = whole_number(config.get("sliding_window"))
+    attention = _attention(_declared_types(config), window, None)
+    base = rope_theta({"rope_theta": config.get("rope_theta")})
+    return Reading(**own, rope_theta=base, attention=attention)
 
 
 READERS: dict[str, Callable[[Config], Reading]] = {

@@ -55,6 +55,10 @@ def shown(value: Any) -> str:
 
 def summary(tensors: list[str]) -> str:
     """A few tensor names in one line: layer numbers folded, and how many there are."""
-    folded = list(dict.fromkeys(re.sub(r"\blayers\.\d+\.", "layers.*.", name) for name in tensors))
-    more = f" and {len(folded) - 3} more kinds" if len(folded) > 3 else ""
-    return ", ".join(folded[:3]) + more
+    without_numbers = [re.sub(r"\blayers\.\d+\.", "layers.*.", name) for name in tensors]
+    kinds = list(dict.fromkeys(without_numbers))
+    first = ", ".join(kinds[:3])
+    num_more = len(kinds) - 3
+    if num_more <= 0:
+        return first
+    return f"{first} and {num_more} more kinds"

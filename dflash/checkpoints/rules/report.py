@@ -100,14 +100,21 @@ def check(folder: str | os.PathLike[str], target: str | None = None, engines: tu
 
 def _verdict(engine: str, findings: Iterable[Finding]) -> Verdict:
     """What follows for an engine from findings, the worst first: it fails for an error and is degraded for a warning."""
-    causes = [finding for finding in findings if engine in finding.engines and finding.severity != "note"]
+    own = [finding for finding in findings if engine in finding.engines]
+    causes = [finding for finding in own if finding.severity != "note"]
     severity = causes[0].severity if causes else "note"
-    return Verdict(engine, ENGINES[engine], VERDICT_OF[severity], tuple(causes))
+    verdict = VERDICT_OF[severity]
+    return Verdict(engine, ENGINES[engine], verdict, tuple(causes))
 
 
 def _findings(rules: Iterable[Callable[..., Iterator[Finding]]], *checked: Any) -> list[Finding]:
     """What the rules find, each finding with the name of its rule."""
-    return [replace(finding, rule=rule.__name__.replace("_", "-")) for rule in rules for finding in rule(*checked)]
+    findings = []
+    for rule in rules:
+        name = rule.__name__.replace("_", "-")
+        for finding in rule(*checked):
+            findings.append(replace(finding, rule=name))
+    return findings
 
 
 def _without_repeats(findings: list[Finding]) -> list[Finding]:

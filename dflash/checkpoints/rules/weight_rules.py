@@ -114,9 +114,11 @@ def _shape_hint(name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> st
     """How many layers an fc of another width takes: the usual sign of wrong layers or of another target."""
     ids = checkpoint.meant.target_layer_ids or ()
     width = checkpoint.number("target_hidden_size") or checkpoint.number("hidden_size")
-    if name != "fc.weight" or len(shape) != 2 or not width:
+    is_projection = name == "fc.weight" and len(shape) == 2
+    if not is_projection or not width:
         return ""
-    return f", {len(ids)} layers of {width} (these weights hold {shape[1] / width:g})"
+    num_held = shape[1] / width
+    return f", {len(ids)} layers of {width} (these weights hold {num_held:g})"
 
 
 def finite(checkpoint: Checkpoint) -> Iterator[Finding]:
