@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
 COMMANDS = typer.main.get_command(cli.app).commands
-MADE = {"docs/cards/", "docs/changelog.md", "docs/reference/commands/", "docs/reference/files.md"}  # by docs/hooks.py
+MADE = {"docs/cards/", "docs/changelog.md", "docs/reference/commands/", "docs/reference/files.md"}  # by docs/site.py
 
 # A published pair in a snippet is run with the embedded one.
 STAND_INS = {
@@ -71,8 +72,8 @@ def commands(name: str) -> list[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def hooks() -> Any:
-    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+def site() -> Any:
+    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "docs" / "site.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -196,7 +197,7 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", [*NAMES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_links_lead_somewhere(name: str) -> None:
-    """Promise: in the repository every relative link is a file and every anchor a heading. The built site is checked by mkdocs."""
+    """Promise: in the repository every relative link is a file and every anchor a heading. The built site is checked by Zensical."""
     text = re.sub(r"```.*?```", "", text_of(name), flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"https?:", link):
@@ -235,9 +236,9 @@ def test_every_room_has_a_page() -> None:
             assert re.search(rf"^::: dflash\.{path.parent.name}$", shown, re.MULTILINE), path.parent.name
 
 
-def test_made_pages_say_what_their_sources_say(hooks: Any) -> None:
+def test_made_pages_say_what_their_sources_say(site: Any) -> None:
     """Promise: a page for every command with all its flags, a line for every module, a page for every card."""
-    pages = hooks.pages()
+    pages = site.pages()
     for name, command in COMMANDS.items():
         page = pages[f"reference/commands/{name}.md"]
         shown = [
@@ -254,15 +255,42 @@ def test_made_pages_say_what_their_sources_say(hooks: Any) -> None:
     }
 
 
-def test_a_name_in_a_docstring_leads_to_its_entry(hooks: Any) -> None:
-    """Promise: [`name`] of a docstring is a link on the reference's pages, and brackets elsewhere stay."""
-    said = "a [<code>DFlashOutput</code>] that holds them"
-    shown = hooks.on_page_content(said, SimpleNamespace(url="reference/python.html"), None, None)
-    assert (
-        shown
-        == 'a <autoref optional identifier="dflash.DFlashOutput"><code>DFlashOutput</code></autoref> that holds them'
-    )
-    assert hooks.on_page_content(said, SimpleNamespace(url="limits.html"), None, None) == said
+def test_a_name_in_a_docstring_leads_to_its_entry(site: Any, tmp_path: Path) -> None:
+    """Promise: [`name`] of a docstring is a link on the reference's pages, without brackets where it has no entry."""
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    (reference / "python.html").write_text('<h2 id="dflash.DFlashOutput"></h2>')
+    (reference / "engine.html").write_text("a [<code>DFlashOutput</code>] of [<code>nobody</code>]")
+    site.link_names(tmp_path)
+    link = '<a href="python.html#dflash.DFlashOutput"><code>DFlashOutput</code></a>'
+    assert (reference / "engine.html").read_text() == f"a {link} of <code>nobody</code>"
+
+
+def test_every_page_is_in_the_navigation_once(site: Any) -> None:
+    """Promise: each entry of the navigation is a page, and each page but a card has one entry. Zensical looks for neither."""
+
+    def entries(nav: Any) -> Iterator[str]:
+        for item in nav.values() if isinstance(nav, dict) else nav:
+            if isinstance(item, str):
+                yield item
+            else:
+                yield from entries(item)
+
+    in_navigation = sorted(entries(site.configuration()["nav"]))
+    pages = [name for name in site.contents() if name.endswith(".md")]
+    assert in_navigation == sorted(name for name in pages if not name.startswith("cards/") or name == "cards/index.md")
+
+
+def test_links_that_leave_the_folder_lead_to_copies(site: Any) -> None:
+    """Promise: plots and cards that docs show from other folders are on the site, and no page leads out of it."""
+    contents = site.contents()
+    for name in contents:
+        if not name.endswith(".md"):
+            continue
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", contents[name].decode(), flags=re.DOTALL)
+        for link in re.findall(r"\]\(((?!http)[^)#\s]+)", text):
+            path = os.path.normpath(Path("/") / name / ".." / link)
+            assert path.lstrip("/") in contents, f"{name}: {link}"
 
 
 def test_a_made_page_is_never_written_here() -> None:

@@ -1,25 +1,65 @@
-"""Pages that mkdocs makes from their sources: commands, files, cards, the changelog, and plots of results.
+"""Builds the documentation with Zensical: `python docs/site.py build`, or `serve` while you write.
 
-None of them is committed, so none can differ from its source.
+Commands, files, cards and the changelog are pages that are made from their sources. They are written to `.docs/`, beside a copy of
+the pages of this folder. Nothing there is committed, so no page can differ from its source.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import typer
+import yaml
 
 
 ROOT = Path(__file__).parents[1]
+PROJECT = ROOT / ".docs"  # what Zensical reads
+SITE = PROJECT / "site"
 COMMANDS = "reference/commands"
+# Links to files outside this folder, and where their copies are on the site.
+OUTSIDE = {"](../benchmarks/results/": "](results/", "](../model_cards/README.md": "](cards/index.md"}
 
 
-def on_config(config: Any) -> Any:
-    """Puts the commands into the navigation, in the order of `dflash --help`."""
-    for section in config.nav:
+def main() -> int:
+    """The exit status of Zensical. `build` fails for a warning too."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["build", "serve"])
+    what = parser.parse_args().what
+    write_project(PROJECT)
+    options = ["--strict"] if what == "build" else []
+    config = str(PROJECT / "mkdocs.yml")
+    status = subprocess.run([sys.executable, "-m", "zensical", what, "--config-file", config, *options]).returncode
+    if status == 0 and what == "build":
+        link_names(SITE)
+    return status
+
+
+def write_project(folder: Path) -> None:
+    """Writes the configuration and all pages to `folder`. Pages that are as they were keep their time."""
+    docs = folder / "docs"
+    wanted = contents()
+    for path in docs.rglob("*"):
+        if path.is_file() and path.relative_to(docs).as_posix() not in wanted:
+            path.unlink()
+    for name, content in wanted.items():
+        path = docs / name
+        if not path.exists() or path.read_bytes() != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    settings = yaml.safe_dump(configuration(), sort_keys=False, allow_unicode=True)
+    (folder / "mkdocs.yml").write_text(settings, encoding="utf-8")
+
+
+def configuration() -> dict[str, Any]:
+    """`mkdocs.yml` as Zensical reads it beside the pages: with the commands in the order of `dflash --help`."""
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    for section in config["nav"]:
         for entry in section.get("Reference", ()):
             if "Commands" in entry:
                 pages = [{f"dflash {name}": f"{COMMANDS}/{name}.md"} for name in commands()]
@@ -27,29 +67,38 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages and pictures that are made or lie outside this folder."""
-    from mkdocs.structure.files import File
-
-    for path, text in pages().items():
-        files.append(File.generated(config, path, content=text))
+def contents() -> dict[str, bytes]:
+    """Every file of the site, by its path: pages, made pages, pictures and styles."""
+    folder = ROOT / "docs"
+    paths = [path for path in sorted(folder.rglob("*")) if path.suffix in (".md", ".svg", ".css")]
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    files |= {name: text.encode() for name, text in pages().items()}
     for picture in sorted((ROOT / "benchmarks" / "results").glob("*.png")):
-        files.append(File.generated(config, f"results/{picture.name}", abs_src_path=str(picture)))
+        files[f"results/{picture.name}"] = picture.read_bytes()
+    for name, content in files.items():
+        if name.endswith(".md"):
+            for outside, here in OUTSIDE.items():
+                content = content.replace(outside.encode(), here.encode())
+            files[name] = content
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Points links to files outside this folder at their copies on the site."""
-    outside = {"](../benchmarks/results/": "](results/", "](../model_cards/README.md": "](cards/index.md"}
-    for path, here in outside.items():
-        markdown = markdown.replace(path, here)
-    return markdown
-
-
-def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+def link_names(site: Path) -> None:
     """Links of docstrings: [`name`] leads to the entry of that name, where there is one."""
-    link = r'<autoref optional identifier="dflash.\1"><code>\1</code></autoref>'
-    return re.sub(r"\[<code>(\w+)</code>\]", link, html) if page.url.startswith("reference/") else html
+    reference = site / "reference"
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(reference.glob("*.html"))}
+    entries: dict[str, str] = {}
+    for page, text in texts.items():
+        for identifier in re.findall(r'id="(dflash[.\w]*)"', text):
+            entries.setdefault(identifier.rpartition(".")[2], f"{page}#{identifier}")
+
+    def linked(match: re.Match[str]) -> str:
+        code = f"<code>{match[1]}</code>"
+        entry = entries.get(match[1])
+        return f'<a href="{entry}">{code}</a>' if entry else code
+
+    for page, text in texts.items():
+        (reference / page).write_text(re.sub(r"\[<code>(\w+)</code>\]", linked, text), encoding="utf-8")
 
 
 def pages() -> dict[str, str]:
@@ -131,3 +180,7 @@ def _first_paragraph(text: str | None) -> str:
 def _escaped(text: str) -> str:
     """Plain text with its Markdown characters escaped."""
     return re.sub(r"([<\[\]*_])", r"\\\1", text) if "`" not in text else text.replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
