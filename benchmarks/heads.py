@@ -5,6 +5,7 @@
 
 Runs are made, kept and gone on with as by `recipes.py`, whose arguments these are. Then the drafters of the largest budget decode
 held-out prompts in turns, beside plain decoding: tau, the time of a step, and the speed. Of several budgets a figure shows tau.
+With `--heads selector DSpark` larger budgets are of these two, and of no head.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def speeds(args: argparse.Namespace, rows: list[Row]) -> list[Row]:
             settings = TrainingSettings(**{**args.base, "seed": seed, "steps": 1})
             prompts = prepare(target_name, data, settings).held_out[:PROMPTS]
             seeds.append(decoded(target.eval(), drafters(args.work, of_seed), prompts, args.base["eval_new_tokens"]))
-        for head in HEADS.values():
+        for head in dict.fromkeys(HEADS[row["cell"]] for row in of_seed):
             made.append({"target": name, "head": head, "seeds": len(seeds), **means(seeds, head)})
     return made
 
@@ -118,8 +119,11 @@ def tau_by_budget(rows: list[Row], note: str, theme: canvas.Theme) -> Any:
 
 
 def main() -> None:
-    args = recipes.arguments(__doc__)
-    args.axis = [["head", *HEADS]]
+    parser = recipes.make_parser(__doc__)
+    others = [head for cell, head in HEADS.items() if cell != NO_HEAD]
+    parser.add_argument("--heads", nargs="+", choices=others, default=others, help="beside no head")
+    args = recipes.arguments(parser)
+    args.axis = [["head", *(cell for cell, head in HEADS.items() if cell == NO_HEAD or head in args.heads)]]
     args.equal = ["time"]
     recipes.train_all(args)
     trained = json.loads(args.output.read_text(encoding="utf-8"))

@@ -41,7 +41,7 @@ TIMED_STEPS = 12
 KEY = ("target", "axis", "cell", "seed")
 
 
-def arguments(description: str | None = __doc__) -> argparse.Namespace:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argument_parser(description)
     parser.add_argument("--pair", nargs=3, action="append", required=True, metavar=("NAME", "TARGET", "DATA"))
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
@@ -50,6 +50,10 @@ def arguments(description: str | None = __doc__) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--budgets", type=int, nargs="+", default=[240], help="steps")
     parser.add_argument("--equal", nargs="+", choices=["steps", "time"], default=["steps"])
+    return parser
+
+
+def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parsed(parser)
     args.output, args.base = args.output or args.work / "recipes.json", BASE | given(args.base)
     return args
@@ -155,7 +159,7 @@ def train_all(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    args = arguments()
+    args = arguments(make_parser(__doc__))
     train_all(args)
     for table in tables_of(json.loads(args.output.read_text(encoding="utf-8"))):
         show_table(table)
