@@ -1,5 +1,6 @@
 """Files that are whole or not there, each written by one process at a time."""
 
+import glob
 import json
 import os
 import platform
@@ -50,6 +51,11 @@ def replaced(path: Path) -> Iterator[Path]:
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def leftovers(path: Path, pattern: str) -> list[Path]:
+    """What a killed process left beside `path`: hidden files and folders of its name, as `.NAME.PATTERN`."""
+    return sorted(path.parent.glob(f".{glob.escape(path.name)}.{pattern}"))
 
 
 def adapter_fault(folder: str | os.PathLike[str]) -> str | None:

@@ -3,9 +3,9 @@
 A kill at any moment costs at most the line that is being written.
 """
 
-import glob
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -28,8 +28,8 @@ class JsonLines:
 
     def parts(self) -> list[Path]:
         """The parts that hold anything, the first process's first."""
-        pattern = f"{glob.escape(self.path.stem)}.part*{self.path.suffix}"
-        others = sorted(self.path.parent.glob(pattern))
+        name = re.compile(rf"{re.escape(self.path.stem)}\.part\d+{re.escape(self.path.suffix)}")
+        others = sorted(path for path in self.path.parent.glob("*.part*") if name.fullmatch(path.name))
         parts = [part for part in (self.path, *others) if part.is_file()]
         return [part for part in parts if part.stat().st_size]
 

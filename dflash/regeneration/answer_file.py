@@ -1,11 +1,12 @@
 """The file of regenerated rows while it grows, and the manifest beside it that says what they depend on."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dflash.common.files import check_writable, write_text
+from dflash.common.files import check_writable, leftovers, write_text
 from dflash.common.json_lines import JsonLines, refuse_changes, whole_lines
 from dflash.common.manifest import manifest_path, read_manifest
 from dflash.common.runs import refuse_both
@@ -59,6 +60,7 @@ class AnswerFile(JsonLines):
         super().__init__(path, rank, remedy="go on with --resume")
         self.manifest = manifest_path(path)
         self._settings = json.loads(json.dumps(settings))
+        self._dropped: list[int] = []  # numbers of the rows that were cut and are not in the file
 
     def _check_settings(self) -> None:
         """Raises ValueError, with their names, if the run to resume had other settings."""
@@ -73,49 +75,80 @@ class AnswerFile(JsonLines):
 
     def begin(self, overwrite: bool, facts: dict[str, Any]) -> None:
         """Deletes temporary files of a killed run and, with `overwrite`, the older run; writes the manifest. Called by the first process."""
-        for name in (self.path.name, self.manifest.name):
-            for unfinished in self.path.parent.glob(f".{name}.*.tmp"):
+        for path in (self.path, self.manifest):
+            for unfinished in leftovers(path, "*.tmp"):
                 unfinished.unlink()
         if overwrite:
             for path in (*self.parts(), self.manifest):
                 path.unlink(missing_ok=True)
         self.write_manifest(facts | {"complete": False})
 
-    def finished(self) -> set[int]:
-        """Numbers of the rows of the run to resume that are complete; a torn line does not count, nor does its row.
+    def mend(self) -> None:
+        """As `JsonLines.mend`; a row of which lines are missing goes too."""
+        super().mend()
+        if not self._own.exists():
+            return
+        offsets = [offset for offset, _ in whole_lines(self._own)]
+        last_row: list[int] = []  # offsets of its lines
+        number = num_lines = 0
+        for offset in reversed(offsets):
+            line = json.loads(Line(self._own, offset, 1).read())
+            if last_row and line["row"] != number:
+                break
+            number = line["row"]
+            num_lines = line["parts"]
+            last_row.append(offset)
+        if len(last_row) < num_lines:
+            os.truncate(self._own, last_row[-1])
+
+    def finished(self, drop_cut: bool = False) -> set[int]:
+        """Numbers of the rows of the run to resume that are complete; with `drop_cut`, also of those that it dropped.
 
         ValueError if that run had other settings.
         """
         self._check_settings()
-        return set(self._lines())
+        if drop_cut and self.manifest.exists():
+            self._dropped = read_manifest(self.path).get("dropped", [])
+        return {*self._lines(), *self._dropped}
 
     def finish(self, drop_cut: bool) -> dict[str, int]:
         """Joins the parts in the rows' order, without cut rows if `drop_cut`; counts "rows", "tokens" and "cut" rows.
 
-        For the first process, when all are done. OSError if the output cannot be written; the parts stay.
+        For the first process, when all are done.
+
+        Raises:
+            OSError: if the output cannot be written; the parts stay.
+            ValueError: if `drop_cut` would leave no row; the parts stay.
         """
-        counts = {"rows": 0, "tokens": 0, "cut": 0}
+        counts = {"rows": 0, "tokens": 0, "cut": len(self._dropped)}
         self.join(self._ordered(drop_cut, counts))
         return counts
 
     def write_manifest(self, facts: dict[str, Any]) -> None:
-        """Writes the manifest."""
+        """Replaces the manifest by the run's settings and `facts`, in one rename."""
         manifest = {"settings": self._settings, **facts}
+        if self._dropped:
+            manifest["dropped"] = self._dropped
         write_text(self.manifest, json.dumps(manifest, indent=1) + "\n")
 
     def _ordered(self, drop_cut: bool, counts: dict[str, int]) -> Iterator[bytes]:
-        for _, lines in sorted(self._lines().items()):
+        dropped = list(self._dropped)
+        for number, lines in sorted(self._lines().items()):
             texts = [line.read() for line in lines]
             rows = [json.loads(text) for text in texts]
             is_cut = rows[0]["finish"] == "length"
             counts["cut"] += is_cut
             if is_cut and drop_cut:
+                dropped.append(number)
                 continue
             counts["rows"] += 1
             for row in rows:
                 mask = row.get("response_mask") or [1] * len(row["response_ids"])
                 counts["tokens"] += sum(mask)
             yield from texts
+        if not counts["rows"]:
+            raise ValueError(f"Every one of the {counts['cut']} answers was cut off: ask for a larger max_new_tokens.")
+        self._dropped = dropped
 
     def _lines(self) -> dict[int, list[Line]]:
         """The lines of each complete row, by its number."""
@@ -127,9 +160,6 @@ class AnswerFile(JsonLines):
                 line = Line(part, offset, row["parts"])
                 of_part.setdefault(row["row"], []).append(line)
             for number, lines in of_part.items():
-                num_lines = lines[0].num_lines
-                # A torn row was written again after what was left of it.
-                last_lines = lines[-num_lines:]
-                if len(last_lines) == num_lines:
-                    rows[number] = last_lines
+                if len(lines) == lines[0].num_lines:  # a killed process has written fewer
+                    rows[number] = lines
         return rows

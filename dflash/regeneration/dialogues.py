@@ -36,10 +36,10 @@ class _Sequence:
 
 
 class Dialogue:
-    """One row in progress: the assistant's turns are written anew in order, each after the new ones before it.
+    """One row in progress. The target writes each turn of the assistant anew, and reads its own earlier answers, not the row's.
 
-    `encode` gives the ids of messages. A row of messages has `questions`: those before each answer. A row that is no
-    chat has `prompt_ids`; `columns` holds its prompt's text if the row had a `prompt`.
+    `encode` gives the ids of messages. A chat has `questions`: the messages to add before each answer. Another row has
+    `prompt_ids`; if it had a `prompt`, `columns` is `{"prompt": its text}`.
     """
 
     def __init__(

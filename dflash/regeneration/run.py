@@ -155,13 +155,13 @@ def regenerate_data(
         facts = run.facts(writer.revision, settings, name, info, seen)
         depends_on = _depends_on(settings, writer, tokenizer, seen)
         file = AnswerFile(path, depends_on, processes.rank)
-        finished = set() if overwrite else file.finished()
+        finished = set() if overwrite else file.finished(settings.drop_cut)
         left = [dialogue for dialogue in asked if dialogue.number not in finished]
         was_finished = len(asked) - len(left)
         record = RegenerationRecord(left_out=dict(left_out), was_finished=was_finished)
         _begin(file, processes, overwrite, facts)
         run.begin_trace(writer, tokenizer, resume)
-        # Rows of like length and number of turns share a batch, the longest first: memory runs out at once or never.
+        # Rows of similar length and number of turns share a batch, the longest first: memory runs out at once or never.
         left.sort(key=lambda row: (row.num_turns, row.num_prompt_tokens, row.number), reverse=True)
         share = deque(processes.share(left))
         del asked, left  # a row is kept until its answer is in the output
@@ -191,7 +191,7 @@ def _begin(file: AnswerFile, processes: Processes, overwrite: bool, facts: dict[
 
 
 def _sum_up(record: RegenerationRecord, counts: Sequence[Counter[str]]) -> None:
-    """Completes the record by the counts of all processes."""
+    """Sets the record's verify steps, tau and encoded answers from the counts of all processes."""
     total = sum(counts, Counter())
     record.steps = total["steps"]
     record.tau = tau(total["step_tokens"], record.steps)
@@ -205,8 +205,6 @@ def _finish(file: AnswerFile, record: RegenerationRecord, facts: dict[str, Any],
     record.rows = written["rows"]
     record.tokens = written["tokens"]
     record.cut = written["cut"]
-    if not record.rows:
-        raise ValueError(f"Every one of the {record.cut} answers was cut off: ask for a larger max_new_tokens.")
     result = asdict(record)
     if not record.steps:
         result["tau"] = None

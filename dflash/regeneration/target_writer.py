@@ -252,7 +252,7 @@ def regenerate(
 ) -> Iterator[Regenerated]:
     """The target's response to each prompt, greedy by default, in the order in which batches finish.
 
-    Prompts of like length share a batch. A sampled response depends on `seed` and its prompt's place in the list, not
+    Prompts of similar length share a batch. A sampled response depends on `seed` and its prompt's place in the list, not
     on the batch, and no global state changes.
     """
     write = TargetWriter(target, drafter, batch_size)

@@ -24,7 +24,7 @@ BEGINNING = b'{"target":'
 
 
 class Trace:
-    """A file with a row for each text: its ids, and the anchors of the drafts of which a token was `rejected`.
+    """A file with a row for each text: its token ids and, in `rejected`, the anchors of drafts that were not accepted whole.
 
     Each row also names the target that wrote it and the tokenizer, so that files can be joined.
 

@@ -172,7 +172,10 @@ class Checkpointer:
 
 
 def save_drafter(drafter: DFlashDraftModel, folder: Path, facts: Facts, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes the checkpoint in `dtype` with `facts` as `training.json`. After a kill or on a full disk the older one stays."""
+    """Writes the checkpoint in `dtype` with `facts` as `training.json` and, for the facts of a run, the model card.
+
+    After a kill or on a full disk the older checkpoint stays.
+    """
     rounded: Any = copy.deepcopy(drafter)
     texts = _texts(drafter.config, folder.name, facts)
     save_checkpoint(rounded.to(dtype), folder, files=texts)

@@ -174,7 +174,7 @@ def write_examples(path: Path, examples: Iterable[Example]) -> None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """How many usable examples to take from the beginning of a source, and how long those are, in tokens."""
+    """How many usable examples to take from the beginning of a source, and the bounds of their length in tokens."""
 
     samples: int
     shortest: int = 1

@@ -114,11 +114,12 @@ def write_features(
 ) -> None:
     """Writes the features of `examples` to `folder`, which is new, empty, or left unfinished by another write.
 
-    `facts`, of `facts_of`, decide whether the last hidden states of the target are written too, and its precision. The target
-    reads `batch_tokens` at a time. `announce` is told how much will be written; with it, a bar shows the progress.
+    `facts` come from `facts_of`. They give the precision of the target's forward, and whether its last hidden states are written
+    too. The target reads `batch_tokens` at a time. `announce` is told how much will be written; with it, a bar shows the progress.
 
     Raises:
         ValueError: if the folder holds something else, or its disk has no room.
+        OSError: if the folder cannot be written.
     """
     size = feature_bytes(target, examples, facts["has_last_states"])
     sequences = counted(len(examples), "sequence")
@@ -140,7 +141,7 @@ def write_features(
         disable=is_hidden,
         dynamic_ncols=True,
     )
-    with saving("features", folder), bar:
+    with bar:
         for numbers in batch_indices(lengths_of(examples), batch_tokens, random.Random(0)):
             documents = [examples[number] for number in numbers]
             batch = collate(documents, [[]] * len(documents), pad_token_id=0)
@@ -153,7 +154,8 @@ def write_features(
                 writer.add(document, rows, target.target.dtype)
             bar.update(len(documents))
         writer.close_shard()
-        manifest = facts | {"bytes": size, "shards": writer.shards, "documents": writer.documents}
+    manifest = facts | {"bytes": size, "shards": writer.shards, "documents": writer.documents}
+    with saving("features", folder, "they are not whole"):
         write_text(folder / MANIFEST, json.dumps(manifest) + "\n")
 
 
@@ -192,7 +194,8 @@ class _ShardWriter:
             return
         name = f"features-{len(self.shards):05d}.safetensors"
         tensors = {name: torch.cat(parts) for name, parts in self._waiting.items()}
-        save_file(tensors, str(self._folder / name))
+        with saving("features", self._folder, "they are not whole"):
+            save_file(tensors, str(self._folder / name))
         self.shards.append(name)
         self._waiting.clear()
 

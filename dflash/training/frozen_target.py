@@ -47,7 +47,7 @@ def can_pack(target: PreTrainedModel) -> bool:
 
 
 class FrozenTarget:
-    """A frozen target that reads whole batches, and its drafter."""
+    """The forward of a frozen target over whole batches, with the hidden states that `drafter` reads. It freezes `target`."""
 
     def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
         check_pair(target, drafter)
@@ -108,7 +108,10 @@ class FrozenTarget:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _masks(self, document_ids: Tensor) -> Facts:
-        """Positions and masks of documents side by side. A document alone needs none, because padding follows it."""
+        """The `position_ids` and `attention_mask` that keep packed documents apart; empty if no sequence is packed.
+
+        A document that is alone needs no mask, because padding follows it.
+        """
         if not (document_ids > 0).any():
             return {}
         types = {*layer_types(self.target)}

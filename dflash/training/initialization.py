@@ -43,7 +43,7 @@ BLOCK_SIZE = 16
 # Standard deviation of the table of Domino's head at first; 0.1 learned as well.
 TABLE_STD = 0.3
 
-# Ends of the names of the norms of queries and keys.
+# Suffixes of the names of the weights that normalise queries and keys.
 NORMS_OF_SCORES = ("q_norm.weight", "k_norm.weight")
 
 # Names of mask tokens in vocabularies.

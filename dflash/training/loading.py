@@ -240,7 +240,10 @@ def _starting_drafter(settings: TrainingSettings) -> DFlashDraftModel | None:
 
 
 def _wanted(settings: TrainingSettings, start: DFlashDraftModel | None) -> Wanted | None:
-    """The examples that are taken from each source; `None` for all."""
+    """How many usable examples to take from each source, and the bounds of their length; `None` to take all.
+
+    `start`, if there is one, gives the block size.
+    """
     if settings.samples is None:
         return None
     block_size = BLOCK_SIZE if start is None else start.config.block_size
@@ -357,7 +360,10 @@ def _changed_drafter(
     shape: Facts,
     changes: Facts,
 ) -> DFlashDraftModel:
-    """`start` with the `changes` and with the parts in `shape` that it does not have; ValueError for any other shape."""
+    """`start` with its config changed by `changes`, and with the parts added that `shape` names.
+
+    ValueError if `shape` names a part that `start` has already, or a size that its weights fix.
+    """
     config = copy.deepcopy(start.config)
     missing = [name for name in ADDABLE if not getattr(config, name)]
     added = {name: shape.pop(name) for name in missing if name in shape}

@@ -90,7 +90,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class RowLosses:
-    """Weighted loss of some rows as a sum, its weight, and which rows were right."""
+    """The sum of some rows' weighted losses, the sum of their weights, and which rows were predicted correctly."""
 
     loss_sum: Tensor  # scalar with gradient
     weight_sum: Tensor  # scalar

@@ -69,7 +69,7 @@ class Rollouts:
         return self.num_kept / max(self.num_steps, 1)
 
     def watch(self, sequences: Sequence[TextSequence], blocks: Sequence[Block]) -> None:
-        """Notes a step's blocks, one of each sequence, which has their tokens already."""
+        """Counts the blocks of one verify step. `blocks[i]` belongs to `sequences[i]`, whose `new_ids` hold its tokens already."""
         for sequence, block in zip(sequences, blocks, strict=True):
             if block.is_prefill:
                 continue
@@ -137,8 +137,11 @@ class OnlineTrainer:
         """Takes `num_steps` steps on examples. The target is as before after it, and so are random numbers of torch.
 
         Raises:
+            ValueError: for no examples.
             FloatingPointError: for a loss that is not finite; the drafter is as before.
         """
+        if not examples:
+            raise ValueError("There are no examples to train on: watch some texts first.")
         device = self.drafter.device
         devices = [device] if device.type == "cuda" else []
         self.student.to(device)
@@ -166,6 +169,7 @@ class OnlineTrainer:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), settings.max_grad_norm)
         if not torch.stack([loss.detach(), norm.detach()]).isfinite().all():
+            self.student.zero_grad()
             raise FloatingPointError(
                 f"The drafter's loss is {loss.item()} with a gradient of norm {norm.item()}: lower learning_rate="
                 f"{settings.learning_rate}."

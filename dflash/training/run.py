@@ -190,9 +190,11 @@ def train_prepared(ready: Prepared, settings: TrainingSettings, claim: Claim, op
     """[`train`] on examples that are known to be usable, in a folder that is claimed."""
     run = _Run(ready, settings, claim, options)
     with _named_divergence(run.record, claim.output), _noted_signals() as signals:
-        run.measure_start()
-        run.take_steps(signals)
-    run.display.close()
+        try:
+            run.measure_start()
+            run.take_steps(signals)
+        finally:
+            run.display.close()
     run.trainer.accelerator.wait_for_everyone()  # the checkpoint is there when any process returns
     return run.record
 
@@ -331,10 +333,11 @@ def _announce_sizes(ready: Prepared, settings: TrainingSettings, longest_answer:
 
 @contextmanager
 def claimed(output: Source, settings: TrainingSettings, resume: bool, overwrite: bool) -> Iterator[Claim]:
-    """The claim on `output`: the first process holds its lock in the body, and all processes are told the same.
+    """Checks and locks `output` for the body. The first process does it; all processes get the same claim, or the same error.
 
     Raises:
-        ValueError: if `output` holds another run, another process writes it, or nothing could be uploaded.
+        ValueError: if `output` holds another run, the run to resume had other settings, another process writes it, the tracker is
+            not installed, or nothing could be uploaded.
         OSError: if `output` cannot be written.
     """
     folder = followed(Path(output))
@@ -353,7 +356,7 @@ def claimed(output: Source, settings: TrainingSettings, resume: bool, overwrite:
                 if claim.finished is None:
                     check_upload(settings)
                 answers = [claim]
-            except (ValueError, OSError) as error:
+            except Exception as error:  # of any kind: the others wait for an answer
                 answers = [error]
         broadcast_object_list(answers)
         (answer,) = answers
@@ -452,7 +455,7 @@ class _Display:
         self.steps.set_postfix(floats)  # the bar rounds them
 
     def close(self) -> None:
-        """Ends the bar and the trackers. `end_training` of accelerate would leave the caller's process group too."""
+        """Ends the bar and the trackers. `end_training` of accelerate would destroy the caller's process group too."""
         self.steps.close()
         for tracker in self._trainer.accelerator.trackers:
             tracker.finish()

@@ -22,7 +22,7 @@ MarkovHeadType = Literal["vanilla", "gated"]
 Precision = Literal["bf16", "no"]
 TargetDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-# Defaults that differ between recipes. The Muon rate is that of a drafter with `RECIPE_WIDTH` hidden channels.
+# Defaults that differ between recipes, of fields that are `None` unless set; each recipe but for what it adds has all of them. The Muon rate is that of a drafter with `RECIPE_WIDTH` hidden channels.
 # short: for runs of hundreds or thousands of steps. paper: appendix A.1 of DFlash, for 800 K samples and 6 epochs.
 RECIPES: dict[str, Facts] = {
     "short": {
@@ -269,7 +269,7 @@ class TrainingSettings:
             raise ValueError(f"{name}={value}: give a number above 0.")
 
     def _refusals(self) -> list[tuple[bool, str]]:
-        """Whether each combination that cannot be trained was asked for, with the sentence that refuses it."""
+        """For each combination that cannot be trained: whether these settings ask for it, and the error's message."""
         lora = f"lora_rank={self.lora_rank}"
         has_lora = self.lora_rank is not None
         has_init = self.init is not None
@@ -395,11 +395,14 @@ def read_yaml(path: Path, others: Collection[str] = ()) -> Facts:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(f"{path} gives {', '.join(repeated)} more than once: keep one line of each.")
+    hints = get_type_hints(TrainingSettings)
     known = {setting.name for setting in fields(TrainingSettings)}
+    numbers = {name for name in known if float in _options(hints[name])}
     unknown = sorted({*names} - known - {*others})
     if unknown:
         raise ValueError(f"{path} holds {', '.join(unknown)}: `dflash train --help` lists what there is.")
-    return {_field_name(key): _number_of(value) for key, value in values.items()}
+    named = {_field_name(key): value for key, value in values.items()}
+    return {name: _number_of(value) if name in numbers else value for name, value in named.items()}
 
 
 def _field_name(key: Any) -> str:
@@ -407,7 +410,7 @@ def _field_name(key: Any) -> str:
 
 
 def _number_of(value: Any) -> Any:
-    """A value of a YAML file. YAML 1.1 reads a rate of 6e-4 as text, which becomes a number here."""
+    """The value of a number's field in a YAML file. YAML 1.1 reads a rate of 6e-4 as text, which becomes a number here."""
     if isinstance(value, str):
         with suppress(ValueError):
             return float(value)

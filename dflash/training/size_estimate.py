@@ -37,7 +37,7 @@ LOGIT_COPIES = 3
 
 
 def estimate_memory(trainer: Trainer) -> dict[str, int]:
-    """Bytes per process by what holds them: an estimate of the large parts from shapes alone.
+    """Bytes per process, by purpose: an estimate of the large parts from shapes alone.
 
     Weights, gradients and AdamW's two moments are fp32; Muon keeps one moment for a matrix. Activations are those of the
     largest batch of the first epoch.
@@ -80,7 +80,7 @@ def _layers_at_once(trainer: Trainer) -> int:
 
 
 def _context_bytes(trainer: Trainer, size: BatchSize) -> int:
-    """The target's features, and the keys and values that layers compute of them."""
+    """Bytes of the target's features, and of the keys and values that the drafter's layers compute from them."""
     config = trainer.drafter.config
     features = len(config.target_layer_ids or ()) * config.hidden_size
     key_width = config.num_key_value_heads * config.head_dim

@@ -46,7 +46,8 @@ def check_split(sources: Iterable[Source], split: str) -> None:
 def read_rows(source: str, split: str, streaming: bool = False) -> Iterable[Mapping[str, Any]]:
     """The rows of a source by its name, as [`load_examples`] takes it.
 
-    With `streaming`, `datasets` neither downloads nor converts a whole data set: it reads rows when they are asked for.
+    With `streaming`, `datasets` neither downloads nor converts a whole data set: it reads rows when they are asked for. Rows of a
+    file of JSON lines can be read once, and a wrong line raises when it is reached.
 
     Raises:
         ValueError: for an empty name, a split that does not exist, or a line that is no row.

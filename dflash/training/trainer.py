@@ -166,6 +166,11 @@ class Trainer:
         sharding = asked_sharding(self.accelerator)
         if settings.freeze_init and sharding is not None:
             raise ValueError("freeze_init, and accelerate's configuration asks for FSDP: leave FSDP out of it.")
+        if settings.lora_rank is not None and sharding is not None:
+            raise ValueError(
+                f"lora_rank={settings.lora_rank}, and accelerate's configuration asks for FSDP: a change of low rank is small; "
+                "leave FSDP out of it."
+            )
         if settings.shard or sharding is not None:
             shard_drafter(self.drafter, **(sharding or {}))
         # It is moved but not wrapped: a wrapped forward would stay in bf16 when the drafter decodes.
@@ -343,7 +348,7 @@ class Trainer:
             self.counts = counts_of_share(self.accelerator, state["counts"])
 
     def _parts(self, batch: Batch) -> list[Batch]:
-        """The share of this process in `batch`, by the parts in which it is computed."""
+        """This process's share of `batch`, cut into the parts whose gradients are accumulated."""
         shares = range(self.accelerator.process_index, self.num_shares, self.accelerator.num_processes)
         parts = [batch.share(share, self.num_shares) for share in shares]
         if is_sharded(self.drafter) or is_sharded(self.target):  # all processes must run equally often

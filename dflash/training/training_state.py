@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from dflash.checkpoints import written_aside
+from dflash.common.files import leftovers
 from dflash.common.json_lines import refuse_changes
 from dflash.common.messages import first_line
 from dflash.common.provenance import public_name
@@ -32,7 +33,7 @@ def state_folder(output: Path) -> Path:
 
 
 def save_state(folder: Path, facts: Facts, tensors: Facts | None) -> None:
-    """Writes a training state to `folder` in the place of an older one; before the first step it has no tensors.
+    """Writes a training state to `folder`, replacing an older one; before the first step it has no tensors.
 
     Raises:
         OSError: if it cannot be written, as on a full disk; the older one stands.
@@ -45,17 +46,20 @@ def save_state(folder: Path, facts: Facts, tensors: Facts | None) -> None:
 
 
 @contextmanager
-def saving(what: str, folder: Path) -> Iterator[None]:
-    """Turns the errors of a full disk, which differ between the libraries that write, into one OSError with the remedy."""
+def saving(what: str, folder: Path, left: str | None = None) -> Iterator[None]:
+    """Turns the errors of a full disk, which differ between the libraries that write, into one OSError with the remedy.
+
+    `left` says what the folder holds then. Default: what it held before.
+    """
     try:
         yield
     except Exception as error:
         # torch raises RuntimeError, safetensors an error of its own.
         if not isinstance(error, (OSError, RuntimeError)) and type(error).__name__ != "SafetensorError":
             raise
-        before = "the older one stands" if folder.exists() else "there is no older one"
+        left = left or ("the older one stands" if folder.exists() else "there is no older one")
         remedy = "make room and run again with --resume"
-        raise OSError(f"The {what} {folder} cannot be written ({first_line(error)}); {before}: {remedy}.") from error
+        raise OSError(f"The {what} {folder} cannot be written ({first_line(error)}); {left}: {remedy}.") from error
 
 
 def read_tensors(folder: Path) -> Facts | None:
@@ -69,12 +73,12 @@ def read_tensors(folder: Path) -> Facts | None:
 
 def clear_leftovers(folder: Path) -> None:
     """Deletes what a killed process left half-written beside `folder`, and puts back a folder that it had moved aside."""
-    for old in sorted(folder.parent.glob(f".{folder.name}.replaced-*")):
+    for old in leftovers(folder, "replaced-*"):
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:  # killed between the two renames
             old.rename(folder)
-    for partial in folder.parent.glob(f".{folder.name}.partial-*"):
+    for partial in leftovers(folder, "partial-*"):
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
         else:

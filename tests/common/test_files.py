@@ -11,6 +11,8 @@ import pytest
 
 from dflash.checkpoints import written_aside
 from dflash.common.files import check_output, check_writable, only_writer, write_text
+from dflash.common.json_lines import JsonLines
+from dflash.training.training_state import clear_leftovers
 
 
 HOLD = """
@@ -147,3 +149,25 @@ def test_a_folder_that_is_a_link_is_replaced_where_it_leads(tmp_path):
     assert link.is_symlink()
     assert os.listdir(real) == ["new"]
     assert os.listdir(real.parent) == ["real"]
+
+
+def test_files_of_a_like_name_are_no_parts_and_stay(tmp_path):
+    """Bug: a user's `answers.partial.jsonl` was taken for a part of `answers.jsonl`, and deleted when the parts were joined."""
+    own = [tmp_path / name for name in ("answers.jsonl", "answers.part1.jsonl", "answers.part12.jsonl")]
+    others = [tmp_path / name for name in ("answers.partial.jsonl", "answers.part2b.jsonl", "my-answers.part1.jsonl")]
+    for path in (*own, *others):
+        path.write_text("{}\n")
+    lines = JsonLines(own[0])
+    assert lines.parts() == own
+    lines.join([b"{}\n"])
+    assert sorted(tmp_path.iterdir()) == sorted([own[0], *others])
+
+
+def test_leftovers_are_those_of_the_name_and_not_of_a_pattern(tmp_path):
+    """Bug: the name `run[1]` was read as a pattern, so that what a killed run had left of `run1` was taken for its own."""
+    other = tmp_path / ".run1.replaced-7"
+    own = tmp_path / ".run[1].replaced-7"
+    for folder in (other, own):
+        folder.mkdir()
+    clear_leftovers(tmp_path / "run[1]")
+    assert sorted(tmp_path.iterdir()) == [other, tmp_path / "run[1]"]

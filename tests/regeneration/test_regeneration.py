@@ -1123,3 +1123,37 @@ def test_two_processes_do_not_write_one_output(folder: Path, target: Any, tokeni
     assert all(f"r.jsonl is being written by process {os.getpid()} on " in refusal for refusal in refusals)
     assert [row["row"] for row in read(output)] == list(range(1, len(CHATS) + 1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.jsonl", "r.manifest.json"]
+
+
+def test_what_is_left_of_a_torn_row_goes_even_if_its_new_answer_has_fewer_lines(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """Bug: lines of the torn attempt were counted as the new one's; a server does not answer the same way twice."""
+    output, rows = tmp_path / "r.jsonl", [user("one", "two", "three")]
+    regenerate_data(Spoken(tokenizer, lambda prompt: ("new", True)), tokenizer, rows, output)
+    first_two = output.read_bytes().splitlines(keepends=True)[:2]
+    cut = Spoken(tokenizer, lambda prompt: ("new", False))
+    for num_left in (1, 2):
+        output.write_bytes(b"".join(first_two[:num_left]))
+        regenerate_data(cut, tokenizer, rows, output, resume=True)
+        assert [(row["row"], row["parts"], row["finish"]) for row in read(output)] == [(1, 1, "length")]
+
+
+def test_answers_that_are_all_cut_are_kept_and_none_is_dropped_twice(tokenizer: Any, tmp_path: Path) -> None:
+    """Bugs: `drop_cut` emptied the file before it refused to; and a resumed run answered again what it had dropped."""
+    output, settings = tmp_path / "r.jsonl", RegenerationSettings(drop_cut=True)
+    cut = Spoken(tokenizer, lambda prompt: ("new", False))
+    with pytest.raises(ValueError, match="Every one of the 2 answers was cut off"):
+        regenerate_data(cut, tokenizer, [user("one"), user("two")], output, settings)
+    assert sorted(row["row"] for row in read(output)) == [1, 2]
+
+    rows = [user("one"), user("two"), user("x")]
+    some = Spoken(tokenizer, lambda prompt: ("new", "x" in prompt))
+    record = regenerate_data(some, tokenizer, rows, output, settings, overwrite=True)
+    assert (record.rows, record.cut) == (1, 2)
+    again = Spoken(tokenizer, lambda prompt: pytest.fail("a row was answered again"))
+    record = regenerate_data(again, tokenizer, rows, output, settings, resume=True)
+    assert (record.rows, record.cut, record.was_finished) == (1, 2, 3)
+    with_cut = Spoken(tokenizer, lambda prompt: ("new", False))
+    record = regenerate_data(with_cut, tokenizer, rows, output, RegenerationSettings(), resume=True)
+    assert (record.rows, record.cut, len(with_cut.prompts)) == (3, 2, 2)

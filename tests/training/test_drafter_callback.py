@@ -340,3 +340,6 @@ def test_a_loss_that_is_not_finite_leaves_the_drafter_as_it_was(folder: Path, to
     after = callback.drafter.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(parameter.requires_grad for parameter in trainer.model.parameters())
+    assert all(parameter.grad is None for parameter in callback.trainer.student.parameters())
+    with pytest.raises(ValueError, match="no examples"):  # it looked for some without an end
+        callback.trainer.train([], 1)

@@ -38,6 +38,7 @@ from dflash.training import (
     with_response,
 )
 from dflash.training.loading import make_drafter
+from dflash.training.settings import RECIPES
 
 
 TINY = {
@@ -878,3 +879,18 @@ def test_the_drafter_that_a_run_began_with_is_not_uploaded(tmp_path: Path, monke
     uploads.add(50)
     assert asked == ["me/my-DFlash"]
     assert said == ["Step 50 was not uploaded, and the run goes on: asked"]
+
+
+def test_text_that_looks_like_a_number_stays_text_in_yaml(tmp_path: Path) -> None:
+    """Bug: an output of the name "2024" became the folder 2024.0."""
+    path = tmp_path / "x.yaml"
+    path.write_text('learning-rate: 6e-4\nsplit: "2024"\noutput: "1e3"\n')
+    assert read_yaml(path, ["output"]) == {"learning_rate": 6e-4, "split": "2024", "output": "1e3"}
+
+
+def test_a_recipe_decides_settings_that_are_none_unless_set() -> None:
+    """A recipe's value of another setting would be passed over without a word."""
+    defaults = {setting.name: setting.default for setting in fields(TrainingSettings)}
+    for name, values in RECIPES.items():
+        assert all(defaults[setting] is None for setting in values), name
+        assert set(values) >= set(RECIPES["short"]), name

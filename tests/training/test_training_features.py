@@ -116,3 +116,18 @@ def test_a_folder_left_unfinished_is_written_again_and_a_strange_one_is_not(
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10, 0, 10))
     with pytest.raises(ValueError, match=r"take 0\.0 MiB and .* has 0\.0 MiB left: train without features"):
         write_features(tmp_path / "new", frozen, data, facts_of(frozen, data, False), batch_tokens=256)
+
+
+def test_an_error_of_the_target_is_not_called_one_of_the_disk(
+    frozen: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a target without memory for its forward was said to have a disk without room."""
+
+    def out_of_memory(*args: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    data = examples()
+    facts = facts_of(frozen, data, False)
+    monkeypatch.setattr(FrozenTarget, "__call__", out_of_memory)
+    with pytest.raises(RuntimeError, match=r"^out of memory$"):
+        write_features(tmp_path / "f", frozen, data, facts, batch_tokens=256)

@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from processes import FRESH
 from safetensors.torch import load_file
 from test_training_resume import SETTINGS, examples, run, written
-from tiny_models import MASK_TOKEN_ID, make_target
+from tiny_models import MASK_TOKEN_ID, make_drafter, make_target
 from torch import distributed, multiprocessing
 
 from dflash.training import (
@@ -280,3 +280,11 @@ def test_bf16_computes_over_fp32_weights(folder: Path, tmp_path: Path, monkeypat
     (alone,) = curves(folder, "alone")
     assert [point["loss"] for point in record.curve] == pytest.approx([point["loss"] for point in alone], rel=0.05)
     assert record.curve[0]["loss"] != alone[0]["loss"]
+
+
+def test_a_change_of_low_rank_is_not_sharded_by_accelerates_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: `lora_rank` with `shard` was refused, and with FSDP of the configuration it failed at the first measurement."""
+    monkeypatch.setattr(trainer, "asked_sharding", lambda accelerator: {})
+    settings = replace(SETTINGS, init="begun", lora_rank=2)
+    with pytest.raises(ValueError, match=r"lora_rank=2, and accelerate's configuration asks for FSDP.*leave FSDP out"):
+        trainer.Trainer(make_drafter(), make_target(), examples(), settings)

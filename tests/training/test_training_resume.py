@@ -34,6 +34,7 @@ from dflash.training import (
     train,
     with_response,
 )
+from dflash.training.run import _Display
 from dflash.training.training_state import clear_leftovers, read_tensors, remove_state
 
 
@@ -508,3 +509,34 @@ def test_a_point_counts_the_blocks_of_all_steps_before(tmp_path: Path) -> None:
     each = [point["blocks"] for point in run(tmp_path / "each", replace(short, eval_every=1)).curve]
     pairs = [point["blocks"] for point in run(tmp_path / "pairs", replace(short, eval_every=2)).curve]
     assert pairs == [each[0] + each[1], each[2] + each[3]]
+
+
+def test_an_error_of_any_kind_reaches_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a damaged state.json raised KeyError in the first process, and the others waited for hours."""
+    told: list[Any] = []
+    monkeypatch.setattr("dflash.training.run.broadcast_object_list", told.extend)
+    state = state_folder(tmp_path / "drafter")
+    state.mkdir()
+    (state / "state.json").write_text("{}")
+    with pytest.raises(KeyError, match="step"):
+        run(tmp_path / "drafter", resume=True)
+    assert [type(answer) for answer in told] == [KeyError]
+
+
+def test_the_display_ends_with_an_error_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: trackers were never finished after a loss that was not finite."""
+    closed: list[Any] = []
+    close = _Display.close
+
+    def noted(display: Any) -> None:
+        closed.append(display)
+        close(display)
+
+    def diverged(*args: Any, **kwargs: Any) -> None:
+        raise FloatingPointError("The loss is nan.")
+
+    monkeypatch.setattr(_Display, "close", noted)
+    monkeypatch.setattr(Trainer, "step", diverged)
+    with pytest.raises(FloatingPointError, match="The loss is nan"):
+        run(tmp_path / "drafter", replace(SETTINGS, eval_every=2))
+    assert len(closed) == 1
