@@ -19,13 +19,13 @@ from .settings import RegenerationSettings
 
 Row = Mapping[str, Any]
 # Reads all rows, each time from the first on.
-Source = Callable[[], Iterable[Row]]
+OpenRows = Callable[[], Iterable[Row]]
 
 # The flag with which a tokenizer of transformers remembers that it has warned of a long text.
 WARNED_OF_LENGTH = "sequence-length-is-longer-than-the-specified-maximum"
 
 
-def opened(data: str | os.PathLike[str] | Iterable[Row], settings: RegenerationSettings) -> Source:
+def opened(data: str | os.PathLike[str] | Iterable[Row], settings: RegenerationSettings) -> OpenRows:
     """A function that reads the rows of a file, folder or Hub id, or these rows themselves. Raises as `read_rows`."""
     rows: Iterable[Row]
     if isinstance(data, (str, os.PathLike)):
@@ -77,7 +77,7 @@ class Drawn(NamedTuple):
     row: Row
 
 
-def drawn_rows(source: Source, seen: SeenRows, settings: RegenerationSettings) -> Iterator[Drawn]:
+def drawn_rows(source: OpenRows, seen: SeenRows, settings: RegenerationSettings) -> Iterator[Drawn]:
     """`samples` rows, drawn by the seed, in the data's order; of a stream all rows, each as it is asked for."""
     rows = seen.watched(source())
     if settings.streaming or settings.samples is None:

@@ -15,7 +15,7 @@ from dflash.common.messages import first_line
 Facts = dict[str, Any]  # names and values, as JSON holds them
 
 LossName = Literal["ce", "forward_kl"]
-PositionWeights = Literal["decay", "dpace"]
+PositionWeightsName = Literal["decay", "dpace"]
 RecipeName = Literal["short", "paper", "jetspec"]
 HeadName = Literal["selector", "domino", "dspark"]
 MarkovHeadType = Literal["vanilla", "gated"]
@@ -152,7 +152,7 @@ class TrainingSettings:
     loss: LossName = _setting(
         None, LOSS, "ce: the data's tokens; forward_kl: the target's distribution. Default: ce, or by recipe."
     )
-    position_weights: PositionWeights = _setting(
+    position_weights: PositionWeightsName = _setting(
         None, LOSS, "Along a block: exponential or D-PACE. Default: by recipe."
     )
     gamma: float | None = _setting(
