@@ -79,7 +79,7 @@ class DrafterLoss:
         learned = _Learned(is_learned, first)
         sequences = torch.arange(len(batch.input_ids), device=layout.previous.device)
         length = batch.input_ids.shape[1]
-        previous = layout.previous + sequences[:, None] * length  # places in the flattened batch
+        places_before = layout.previous + sequences[:, None] * length  # in the flattened batch
         labels = learned.gather(layout.labels)
 
         def weigh(log_probs: Tensor) -> Tensor:  # [M] -> [M]
@@ -91,7 +91,7 @@ class DrafterLoss:
         teacher = None
         if states.last_hidden_state is not None:
             teacher_states = states.last_hidden_state.flatten(0, 1)
-            teacher = Teacher(teacher_states[learned.gather(previous)], self.pair.logits)
+            teacher = Teacher(teacher_states[learned.gather(places_before)], self.pair.logits)
         causal_head = self.drafter.causal_head(self.pair.embed)
         learned_states = hidden_states.index_select(0, learned.index)
         losses = chunked_loss(
@@ -106,7 +106,7 @@ class DrafterLoss:
         )
         loss_sum = losses.loss_sum
         if losses.candidates is not None:
-            tokens = batch.input_ids.flatten()[previous]
+            tokens = batch.input_ids.flatten()[places_before]
             tokens = tokens.view(-1, self.config.block_size)  # [G, N]
             after = _states_after(causal_head, tokens[:, first:])  # [G, P, H]
             head_states = functional.pad(after, (0, 0, first, 0)).flatten(0, 1)
