@@ -5,7 +5,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,28 +30,31 @@ from .device import computes_in_bf16
 from .encoding_cache import cached_examples
 from .examples import Example, Examples, Prompts, has_rejected, selected
 from .initialization import BLOCK_SIZE, begin_head, find_mask_token, new_drafter, window_fields
-from .settings import DRAFTER, PARTS, Facts, TrainingSettings
+from .settings import Facts, TrainingSettings
 from .sources import Source, read_rows
 
 
 # Acceptance on a text without a prompt is measured after this many of its tokens.
 SHORTEST_PROMPT = 8
 
-# Settings that change a drafter of `init`, and settings that add a part to it. A part begins without effect (convolutions,
-# Domino's and DSpark's heads) or with little (the selector). All other settings of a shape are for new drafters.
+# Settings that change the config of a drafter of `init`.
 CHANGEABLE = ("block_size", "mask_token_id", "is_causal")
-NOT_A_SHAPE = ("init", "head", "confidence", "from_target", "freeze_init", "sliding_window", *CHANGEABLE)
-CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")  # what `confidence` adds
-
-
-def _shape_settings(topic: str) -> list[str]:
-    """The names of the settings of a topic that are fields of a drafter's config."""
-    names = [setting.name for setting in fields(TrainingSettings) if setting.metadata["topic"] == topic]
-    return [name for name in names if name not in NOT_A_SHAPE]
-
-
-ADDABLE = [*_shape_settings(PARTS), *CONFIDENCE]
-SHAPE = [*_shape_settings(DRAFTER), *_shape_settings(PARTS)]
+CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")  # fields of a config, what `confidence` adds
+# Settings of the parts that can be added to a drafter of `init`. A part begins without effect (convolutions, Domino's and
+# DSpark's heads) or with little (the selector).
+PART_SETTINGS = (
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "gru_hidden_dim",
+    "emb_dim",
+    "pure_draft_prefix_len",
+    "markov_rank",
+    "markov_head_type",
+)
+# Settings that decide the shape of a new drafter; one of `init` has its own.
+SHAPE = ("num_hidden_layers", "intermediate_size", "num_taps", "target_layer_ids", *PART_SETTINGS)
 # Ways to spread a model over devices.
 WAYS_TO_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -365,7 +368,7 @@ def _changed_drafter(
     ValueError if `shape` names a part that `start` has already, or a size that its weights fix.
     """
     config = copy.deepcopy(start.config)
-    missing = [name for name in ADDABLE if not getattr(config, name)]
+    missing = [name for name in (*PART_SETTINGS, *CONFIDENCE) if not getattr(config, name)]
     added = {name: shape.pop(name) for name in missing if name in shape}
     if shape:
         raise ValueError(

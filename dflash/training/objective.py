@@ -15,6 +15,7 @@ from .layout import BlockLayout, lay_out_blocks
 from .lean_mlp import lean_mlps
 from .losses import (
     DraftCounts,
+    RowLosses,
     Teacher,
     chunked_loss,
     count_drafts,
@@ -106,26 +107,41 @@ class DrafterLoss:
         )
         loss_sum = losses.loss_sum
         if losses.candidates is not None:
-            tokens = batch.input_ids.flatten()[places_before]
-            tokens = tokens.view(-1, self.config.block_size)  # [G, N]
-            after = _states_after(causal_head, tokens[:, first:])  # [G, P, H]
-            head_states = functional.pad(after, (0, 0, first, 0)).flatten(0, 1)
-            loss_sum = loss_sum + self.settings.selector_weight * head_loss(
-                causal_head,
-                learned_states,
-                head_states.index_select(0, learned.index),
-                learned.index % self.config.block_size - first,
-                losses.candidates,
-                labels,
-                losses.weights,
-                learned.gather(tokens),
-            )
+            tokens = batch.input_ids.flatten()[places_before]  # [G * N], the token before each position
+            of_head = self._head_loss(causal_head, learned, learned_states, tokens, labels, losses)
+            loss_sum = loss_sum + self.settings.selector_weight * of_head
         is_correct = learned.scatter(losses.is_correct)
         return loss_sum, count_drafts(
             is_correct,
             learned.proposals,
             loss_sum,
             losses.weight_sum,
+        )
+
+    def _head_loss(
+        self,
+        causal_head: Any,
+        learned: "_Learned",
+        learned_states: Tensor,  # [M, D]
+        previous_ids: Tensor,  # [G * N]
+        labels: Tensor,  # [M]
+        losses: RowLosses,
+    ) -> Tensor:
+        """The loss of the head's choice among the candidates, after the true tokens before it."""
+        candidates: Any = losses.candidates
+        block_size = self.config.block_size
+        by_block = previous_ids.view(-1, block_size)
+        states = _states_after(causal_head, by_block[:, learned.first :])  # [G, P, H]
+        states = functional.pad(states, (0, 0, learned.first, 0)).flatten(0, 1)  # [G * N, H]
+        return head_loss(
+            causal_head,
+            learned_states,
+            states.index_select(0, learned.index),
+            learned.index % block_size - learned.first,
+            candidates,
+            labels,
+            losses.weights,
+            learned.gather(previous_ids),
         )
 
     def _forward(self, layout: BlockLayout, features: Tensor, attention: str) -> Tensor:

@@ -37,8 +37,8 @@ from dflash.training import (
     train_drafter,
     with_response,
 )
-from dflash.training.loading import make_drafter
-from dflash.training.settings import RECIPES
+from dflash.training.loading import PART_SETTINGS, make_drafter
+from dflash.training.settings import PARTS, RECIPES
 
 
 TINY = {
@@ -894,3 +894,9 @@ def test_a_recipe_decides_settings_that_are_none_unless_set() -> None:
     for name, values in RECIPES.items():
         assert all(defaults[setting] is None for setting in values), name
         assert set(values) >= set(RECIPES["short"]), name
+
+
+def test_settings_of_a_part_are_those_that_can_be_added_to_a_drafter() -> None:
+    """A part whose setting is missing from the list would be passed over without a word."""
+    of_parts = {setting.name for setting in fields(TrainingSettings) if setting.metadata["topic"] == PARTS}
+    assert of_parts - {"head", "freeze_init", "confidence"} == set(PART_SETTINGS)
