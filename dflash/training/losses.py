@@ -324,6 +324,9 @@ class DraftCounts:
         }
 
 
+SUMMARY = ("loss", "accuracy", "accepted_per_block", "accepted", "blocks")  # what `DraftCounts.summary` gives
+
+
 def count_drafts(
     is_correct: Tensor,  # bool [..., P]
     is_learned: Tensor,  # bool [..., P]

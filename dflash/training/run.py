@@ -33,6 +33,7 @@ from .data_checks import check_lengths, usable
 from .device import is_cpu_alone
 from .examples import Examples, Prompts
 from .loading import Prepared, answers_of, prepare
+from .losses import SUMMARY
 from .settings import Facts, TrainingSettings
 from .size_estimate import oversize
 from .sources import Source
@@ -450,7 +451,10 @@ class _Display:
         self.steps.clear()
         if self._on_point is not None:
             self._on_point(point)
-        self._trainer.accelerator.log(_flat(point, "eval/"), step=point["step"])
+        means = {name: value for name, value in point.items() if name in SUMMARY}  # of the steps since the last point
+        measured = {name: value for name, value in point.items() if name not in SUMMARY}
+        figures = _flat(measured, "eval/") | _flat(means, "train/mean/")
+        self._trainer.accelerator.log(figures, step=point["step"])
         floats = {name: value for name, value in point.items() if isinstance(value, float)}
         self.steps.set_postfix(floats)  # the bar rounds them
 

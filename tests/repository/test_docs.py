@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
 COMMANDS = typer.main.get_command(cli.app).commands
-MADE = {"docs/cards/", "docs/changelog.md", "docs/reference/commands/", "docs/reference/files.md"}  # by docs/site.py
+MADE = {"docs/cards/", "docs/changelog.md", "docs/reference/commands/", "docs/reference/files.md"}  # by docs/make.py
 
 # A published pair in a snippet is run with the embedded one.
 STAND_INS = {
@@ -73,7 +73,7 @@ def commands(name: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def site() -> Any:
-    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "docs" / "site.py")
+    spec = importlib.util.spec_from_file_location("docs_make", ROOT / "docs" / "make.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -822,7 +822,9 @@ def test_a_tracker_gets_loss_rates_and_acceptance(run: Any, tmp_path: Path) -> N
     assert max(rates["train/learning_rate/muon_matrices"]) == pytest.approx(muon_peak, rel=1e-5)
     assert max(rates["train/learning_rate/adamw_norms"]) == pytest.approx(2e-3, rel=1e-5)
     assert all(len(set(of_steps)) == 4 for of_steps in rates.values())  # the cosine
-    assert scalars["eval/tau"] == scalars["eval/accuracy_1"] == scalars["eval/accepted_per_block"] == [2, 4]
+    assert scalars["eval/tau"] == scalars["train/mean/accuracy_1"] == scalars["train/mean/loss"] == [2, 4]
+    # Bug: means over the training batches were shown beside the figures of held-out prompts.
+    assert {name for name in scalars if name.startswith("eval/")} == {"eval/tau", "eval/tokens_per_step"}
 
 
 def test_better_checkpoints_are_uploaded_and_a_refused_upload_ends_no_run(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Builds the documentation with Zensical: `python docs/site.py build`, or `serve` while you write.
+"""Builds the documentation with Zensical: `python docs/make.py build`, or `serve` while you write.
 
 Commands, files, cards and the changelog are pages that are made from their sources. They are written to `.docs/`, beside a copy of
 the pages of this folder. Nothing there is committed, so no page can differ from its source.
