@@ -401,11 +401,11 @@ def test_bad_input_is_one_sentence_before_anything_is_trained(
 
     ours, path = rows[0], tmp_path / "other.jsonl"
     refused(
-        f"{path}: Row 1 was recorded with the tokenizer 0a of org/other and those of",
+        f"{path}: Row 1 was recorded with the tokenizer 0a of org/other but ",
         written("other.jsonl", tokenizer="0a", target="org/other"),
     )
     refused(
-        f"with the weights 0b of target and those of {folder / 'target'} are {ours['weights']}",
+        f"with the weights 0b of target but {folder / 'target'} has {ours['weights']}",
         written("other.jsonl", weights="0b"),
     )
     refused("holds answers, which are read whole: leave --streaming out", answers, "--streaming", "--samples", 5)
@@ -424,7 +424,7 @@ def test_bad_input_is_one_sentence_before_anything_is_trained(
         assert "held out:" not in err
     refused("none is held out to see what accepts more", answers, "--held-out", 0)
     (tmp_path / "asked.jsonl").write_text((folder / "asked.jsonl").read_text())
-    refused("have one name (asked)", folder / "asked.jsonl", "--data", tmp_path / "asked.jsonl")
+    refused("have the same name in reports (asked)", folder / "asked.jsonl", "--data", tmp_path / "asked.jsonl")
     assert not (tmp_path / "output.answers").exists()
     refused("general_share=1.0: give a share", answers, "--general-share", 1)
     refused("lora_rank=999 and the largest matrix", answers, "--lora-rank", 999)
