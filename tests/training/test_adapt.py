@@ -269,7 +269,7 @@ def test_answers_that_were_not_begun_go_on_and_the_seed_draws_the_rows(run: Any,
     before = (answers / "asked.trace.jsonl").read_text()
     shutil.rmtree(tmp_path / "0")
     status, _, err = run(tmp_path / "0", folder / "asked.jsonl", *words)
-    assert (status, "holds something else than a run" in err) == (1, True)
+    assert (status, "holds something other than a run" in err) == (1, True)
     assert (answers / "asked.trace.jsonl").read_text() == before
 
 
