@@ -1,4 +1,4 @@
-"""Writes a target's own answers to rows of any form, in this process or on a server, as training data."""
+"""Makes training data: a target answers the prompts of a data set anew, in this process or on a server."""
 
 from .answer_file import check_answer_file
 from .run import RegenerationRecord, RegenerationRun, regenerate_data

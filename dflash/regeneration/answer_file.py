@@ -1,4 +1,4 @@
-"""The file of regenerated rows while it grows, and the manifest beside it that says what they depend on."""
+"""Writes regenerated rows to a file as they are finished, and beside it a manifest of the settings that they depend on."""
 
 import json
 import os
@@ -13,25 +13,25 @@ from dflash.common.runs import refuse_both
 
 
 class Line(NamedTuple):
-    """Where a line is, and how many lines its row has."""
+    """The location of a line in a file, and the number of lines that its row takes."""
 
     path: Path
-    offset: int
+    offset: int  # in bytes
     num_lines: int
 
     def read(self) -> bytes:
-        """The line."""
+        """Reads the line from the file and returns its bytes."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             return file.readline()
 
 
 def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False) -> None:
-    """Checks that a run may write its answers to `path`, before models are loaded and again before writing.
+    """Raises an error unless a run may write its answers to `path`. Called before models are loaded and again before writing.
 
     Raises:
-        ValueError: for a path that `dflash train` would not read, that holds something else than a run, or that holds
-            a run while neither `resume` nor `overwrite` is given.
+        ValueError: for a path that is not a `.jsonl` file, as `dflash train` needs it; one that holds something other than a run; or
+            one that holds a run while neither or both of `resume` and `overwrite` are given.
         OSError: for a path that cannot be written.
     """
     if path.suffix != ".jsonl" or path.is_dir():
@@ -41,7 +41,7 @@ def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False)
     manifest = manifest_path(path)
     if not manifest.exists() and JsonLines(path).parts():
         raise ValueError(
-            f"{path} holds something else than a run (there is no {manifest.name}): choose another output."
+            f"{path} holds something other than a run (there is no {manifest.name}): choose another output."
         )
     if manifest.exists() and not resume and not overwrite:
         raise ValueError(
@@ -51,9 +51,9 @@ def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False)
 
 
 class AnswerFile(JsonLines):
-    """A run's output: JSON lines. At the end, the lines of a row stand together.
+    """The output of a run as JSON lines. A row of the data takes one line or more; `finish` puts the lines in the rows' order.
 
-    Its rows depend on `settings`. A run is resumed with the same settings, of which only `samples` may grow.
+    The rows depend on `settings`. A run is resumed with the same settings, of which only `samples` may grow.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], rank: int = 0) -> None:
@@ -63,7 +63,7 @@ class AnswerFile(JsonLines):
         self._dropped: list[int] = []  # numbers of the rows that were cut and are not in the file
 
     def _check_settings(self) -> None:
-        """Raises ValueError, with their names, if the run to resume had other settings."""
+        """Raises ValueError if the run to resume had other settings; the message names them."""
         if not self.manifest.exists():
             return
         before = read_manifest(self.path)["settings"]
@@ -74,7 +74,10 @@ class AnswerFile(JsonLines):
         refuse_changes(before, self._settings)
 
     def begin(self, overwrite: bool, facts: dict[str, Any]) -> None:
-        """Deletes temporary files of a killed run and, with `overwrite`, the older run; writes the manifest. Called by the first process."""
+        """Deletes temporary files of a killed run and, with `overwrite`, the older run; then writes the manifest with `facts`.
+
+        Only the first process calls it.
+        """
         for path in (self.path, self.manifest):
             for unfinished in leftovers(path, "*.tmp"):
                 unfinished.unlink()
@@ -84,7 +87,7 @@ class AnswerFile(JsonLines):
         self.write_manifest(facts | {"complete": False})
 
     def mend(self) -> None:
-        """As `JsonLines.mend`; a row of which lines are missing goes too."""
+        """Cuts an incomplete last line off this process's part, and then the lines of the last row if some of them are missing."""
         super().mend()
         if not self._own.exists():
             return
@@ -102,7 +105,7 @@ class AnswerFile(JsonLines):
             os.truncate(self._own, last_row[-1])
 
     def finished(self, drop_cut: bool = False) -> set[int]:
-        """Numbers of the rows of the run to resume that are complete; with `drop_cut`, also of those that it dropped.
+        """Returns the numbers of the rows that the run to resume has answered; with `drop_cut`, also of rows that it dropped.
 
         ValueError if that run had other settings.
         """
@@ -112,9 +115,9 @@ class AnswerFile(JsonLines):
         return {*self._lines(), *self._dropped}
 
     def finish(self, drop_cut: bool) -> dict[str, int]:
-        """Joins the parts in the rows' order, without cut rows if `drop_cut`; counts "rows", "tokens" and "cut" rows.
+        """Joins the parts of all processes in the rows' order, and returns the counts `rows`, `tokens` and `cut` (rows).
 
-        For the first process, when all are done.
+        With `drop_cut`, cut rows are left out. Only the first process calls it, when all have finished.
 
         Raises:
             OSError: if the output cannot be written; the parts stay.
@@ -125,7 +128,7 @@ class AnswerFile(JsonLines):
         return counts
 
     def write_manifest(self, facts: dict[str, Any]) -> None:
-        """Replaces the manifest by the run's settings and `facts`, in one rename."""
+        """Replaces the manifest with the run's settings and `facts`, in one rename."""
         manifest = {"settings": self._settings, **facts}
         if self._dropped:
             manifest["dropped"] = self._dropped
@@ -147,11 +150,11 @@ class AnswerFile(JsonLines):
                 counts["tokens"] += sum(mask)
             yield from texts
         if not counts["rows"]:
-            raise ValueError(f"Every one of the {counts['cut']} answers was cut off: ask for a larger max_new_tokens.")
+            raise ValueError(f"Every one of the {counts['cut']} answers was cut off: give a larger max_new_tokens.")
         self._dropped = dropped
 
     def _lines(self) -> dict[int, list[Line]]:
-        """The lines of each complete row, by its number."""
+        """Returns the locations of the lines of each complete row, in all parts, by the row's number."""
         rows: dict[int, list[Line]] = {}
         for part in self.parts():
             of_part: dict[int, list[Line]] = {}
@@ -160,6 +163,6 @@ class AnswerFile(JsonLines):
                 line = Line(part, offset, row["parts"])
                 of_part.setdefault(row["row"], []).append(line)
             for number, lines in of_part.items():
-                if len(lines) == lines[0].num_lines:  # a killed process has written fewer
+                if len(lines) == lines[0].num_lines:  # a killed process may have written fewer
                     rows[number] = lines
         return rows

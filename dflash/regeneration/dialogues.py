@@ -12,34 +12,34 @@ from dflash.training import FORMS, chat_messages, encode_prompt, messages_of
 
 
 Messages = list[dict[str, Any]]
-# Gives the ids of messages.
+# A function that returns the token ids of messages, up to where the assistant's answer begins.
 Encode = Callable[[Messages], list[int]]
 
 
 class Unanswerable(ValueError):
-    """A row without a question that can be answered; the message is a phrase."""
+    """Raised for a row without a question that can be answered. The message is the reason as a phrase, such as `no user turn`."""
 
 
 @dataclass
 class _Sequence:
-    """A prompt and what follows it, as one row to train on."""
+    """One row to train on: a prompt, and after it answers of the target with the questions between them."""
 
     prompt_ids: list[int]
     response_ids: list[int]
     response_mask: list[int]  # 1 for a token that the target wrote
-    num_messages: int  # of the chat, up to its end
+    num_messages: int  # number of the chat's messages up to the end of this row
 
     @property
     def token_ids(self) -> list[int]:
-        """All of it."""
+        """The token ids of prompt and response together."""
         return self.prompt_ids + self.response_ids
 
 
 class Dialogue:
-    """One row in progress. The target writes each turn of the assistant anew, and reads its own earlier answers, not the row's.
+    """A row of data that is being answered. The target writes each assistant turn anew, after its own earlier answers.
 
-    `encode` gives the ids of messages. A chat has `questions`: the messages to add before each answer. Another row has
-    `prompt_ids`; if it had a `prompt`, `columns` is `{"prompt": its text}`.
+    `encode` returns the token ids of messages. A chat has `questions`: for each answer the messages to add before it. Any other
+    row has `prompt_ids`, and `columns` is `{"prompt": text}` if it had a `prompt`.
     """
 
     def __init__(
@@ -66,21 +66,21 @@ class Dialogue:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The next prompt, in a new list; empty when nothing is left to answer."""
+        """The token ids of the next prompt as a new list; empty when the dialogue is done."""
         return [] if self._prompt is None else self._prompt.tolist()
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to answer."""
+        """Whether all turns are answered, or the dialogue was cut."""
         return self._prompt is None
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The length of the next prompt."""
+        """The number of tokens in the next prompt; 0 when the dialogue is done."""
         return len(self._prompt or ())
 
     def digest(self) -> bytes:
-        """A digest of what is asked: the first prompt as it is sent, and the questions after it."""
+        """Returns a hash of what a new dialogue asks, 16 bytes: the token ids of its first prompt and all later questions."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(self._prompt or b"")
         digest.update(json.dumps(self._questions[1:], sort_keys=True, default=str).encode())
@@ -88,17 +88,17 @@ class Dialogue:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that were written."""
+        """The number of tokens that the target has written."""
         return sum(sum(sequence.response_mask) for sequence in self._sequences)
 
     def room(self, max_new_tokens: int, positions: int | None) -> int:
-        """The longest next answer; 0 if its prompt fills the positions."""
+        """Returns how many tokens the next answer may have: at most `max_new_tokens`, and what the prompt leaves of `positions`."""
         if positions is None:
             return max_new_tokens
         return max(0, min(max_new_tokens, positions - self.num_prompt_tokens))
 
     def write(self, token_ids: Sequence[int], ended: bool) -> None:
-        """Takes the answer to `prompt_ids` and sets the next prompt; an answer that was cut ends the dialogue."""
+        """Adds the answer to `prompt_ids` and sets the next prompt. An answer that was cut (not `ended`) ends the dialogue."""
         prompt_ids = self.prompt_ids
         text_ids = token_ids[:-1] if ended else token_ids  # without the stop token
         if self._questions:
@@ -120,15 +120,15 @@ class Dialogue:
             self._ask()
 
     def end(self) -> None:
-        """Ends the dialogue as cut, because no room is left."""
+        """Ends the dialogue and marks it as cut, because the next answer would have no room."""
         self._prompt = None
         self.is_cut = True
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows to train on: ids as the target read and wrote them, the finish, and a text for people.
+        """Returns the rows to train on: token ids as the target read and wrote them, `finish`, and the text for people.
 
-        A chat is one row with a `response_mask` as long as the template repeats earlier turns token for token. If the
-        template rewrites them, as those that drop earlier thinking do, another row begins.
+        A chat is one row with a `response_mask`, as long as the template repeats earlier turns token for token. Where the
+        template rewrites earlier turns, for example to drop their thinking, another row begins.
         """
         rows = []
         for sequence in self._sequences:
@@ -145,14 +145,14 @@ class Dialogue:
         return rows
 
     def _ask(self, prompt_ids: Sequence[int] = ()) -> None:
-        """Sets the next prompt: that of the next question, or these ids."""
+        """Sets the next prompt: the chat up to its next question, or `prompt_ids` of a row that is no chat."""
         if self._questions:
             self._messages = [*self._messages, *self._questions[self.num_answers]]
             prompt_ids = self._encode(self._messages)
         self._prompt = array("i", prompt_ids)  # 4 bytes a token, where a list takes 36: many rows wait
 
     def _append(self, prompt_ids: list[int], token_ids: list[int]) -> None:
-        """Continues the last sequence if the prompt repeats it, or begins another one."""
+        """Adds an answer to the last sequence if its prompt begins with that sequence, else begins a new sequence."""
         mask = [1] * len(token_ids)
         if self._sequences:
             last = self._sequences[-1]
@@ -172,14 +172,14 @@ class Dialogue:
 def as_dialogue(
     number: int, row: Mapping[str, Any], tokenizer: Any, num_prompt_tokens: int, **template_kwargs: Any
 ) -> Dialogue:
-    """The dialogue of row `number` (from 1), whatever its form.
+    """Returns the dialogue of a row in any supported form, with its first prompt set. `number` is the row's, from 1.
 
-    It has `messages` (or `conversations`), `prompt` with or without `completion`, `text`, whose first
-    `num_prompt_tokens` tokens are the prompt, or `prompt_ids`.
+    The row has `messages` (or `conversations`), `prompt` with or without `completion`, `text`, of which the first
+    `num_prompt_tokens` tokens become the prompt, or `prompt_ids`.
 
     Raises:
         Unanswerable: for a row without a question.
-        ValueError: for a row of another form; what a malformed one raises is for [`named_row`] to say.
+        ValueError: for a row of another form. A malformed row may raise other errors, which [`named_row`] turns into a ValueError.
     """
 
     def encode(messages: Messages) -> list[int]:
@@ -205,7 +205,7 @@ def as_dialogue(
         return plain(tokenizer(row["text"])["input_ids"][:num_prompt_tokens])
     if messages is None:
         columns = sorted(key for key, value in row.items() if value is not None)
-        raise ValueError(f"its columns {columns} ask nothing: give {FORMS}.")
+        raise ValueError(f"its columns {columns} hold no question: give {FORMS}.")
     questions = _questions(messages)
     if len(questions) > 1:  # a template that does not take later turns is refused now and not after the first answer
         encode(messages)
@@ -213,9 +213,10 @@ def as_dialogue(
 
 
 def _questions(messages: Messages) -> list[Messages]:
-    """The messages before each of the assistant's turns, and before the answer to a last question.
+    """Returns for each answer of the assistant the messages to add before it; a last question without an answer counts too.
 
-    The assistant's messages before the first question stay as they are.
+    Messages of the assistant before the first question stay as they are. Raises Unanswerable for tool calls, and if there is no
+    user turn.
     """
     if any(message["role"] in ("tool", "function") or message.get("tool_calls") for message in messages):
         raise Unanswerable("calls of tools, which the target's own turns may not make")

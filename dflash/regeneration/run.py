@@ -29,29 +29,29 @@ from .target_writer import Answer, AnswerRequest, TargetWriter, row_seed
 
 # What answers: the target in this process or on a server.
 Writer = TargetWriter | ServerWriter
-# Dialogues when they are finished, and the answers since the last ones.
+# One turn of a batch: the dialogues that it finished, and the answers of all.
 Round = tuple[list[Dialogue], list[Answer]]
 Answered = Generator[Round, None, None]
-# Batches of dialogues that are submitted at once, so that a thread that is done has the next dialogue at hand.
+# Dialogues submitted to the threads at a time, in batches, so that a thread that has finished finds the next dialogue waiting.
 PENDING = 2
 
 
 @dataclass
 class RegenerationRecord:
-    """The result of a run. The last four figures are of this start, the others of the whole output."""
+    """The result of a run. The last four figures count this start alone, the others the whole output."""
 
-    rows: int = 0  # in the output
-    tokens: int = 0  # in them, written by the target
-    cut: int = 0  # rows with an answer that the longest length cut off; in the output unless they are dropped
-    left_out: dict[str, int] | None = None  # number of rows that were not asked, by the reason
+    rows: int = 0  # number of rows in the output
+    tokens: int = 0  # number of tokens in these rows that the target wrote
+    cut: int = 0  # rows with an answer that `max_new_tokens` cut off; in the output unless they are dropped
+    left_out: dict[str, int] | None = None  # number of rows that were not answered, by reason
     was_finished: int = 0  # rows that an earlier start had answered
     steps: int = 0  # verify steps, 0 without a drafter
-    tau: float = float("nan")  # their mean acceptance length
+    tau: float = float("nan")  # mean acceptance length of these steps
     encoded: int = 0  # answers whose ids were encoded from a server's text
-    miscounted: int = 0  # of these, answers of which the server counted another number of tokens
+    miscounted: int = 0  # of these, answers for which the server counted another number of tokens
 
     def summary(self, output: Path, drop_cut: bool = False) -> str:
-        """The result in one line; `drop_cut` says that cut answers are not in `output`."""
+        """Returns the result as one line. `drop_cut` says that rows with a cut answer are not in `output`."""
         parts = [f"{output}: {counted(self.rows, 'row')}, {counted(self.tokens, 'token')} by the target"]
         if self.cut:
             dropped = " dropped," if drop_cut else ""
@@ -67,10 +67,10 @@ class RegenerationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerationRun(Run):
-    """A [`Run`], and facts for its manifest.
+    """Processes and callbacks of a regeneration, and further entries of its manifest.
 
-    `on_begin` is called with the number of rows to answer here and a [`RegenerationRecord`], `on_done` with the number of new
-    tokens of each finished row.
+    `on_begin` is called with the number of rows that this process will answer and the [`RegenerationRecord`], `on_done` with the
+    number of new tokens of each finished row.
     """
 
     target: str | None = None  # the target's name
@@ -81,7 +81,7 @@ class RegenerationRun(Run):
     def facts(
         self, revision: str | None, settings: RegenerationSettings, name: str | None, card: Any, seen: SeenRows
     ) -> dict[str, Any]:
-        """What the manifest says. `revision` is the target's; `name` and `card` are the data's."""
+        """Returns the manifest's entries on target, data and versions. `revision` is the target's; `name` and `card` the data's."""
         license = self.license or getattr(card, "license", None) or seen.license
         return {
             "target": public_name(self.target),  # without a path of this machine
@@ -93,16 +93,16 @@ class RegenerationRun(Run):
         }
 
     def begin_trace(self, writer: Any, tokenizer: Any, resume: bool) -> None:
-        """Opens the trace, if there is one, for `writer` to add its texts and rejected drafts to.
+        """Opens the trace, if the run has one, and sets it as `writer.trace`, to which the writer appends its texts.
 
-        Without `resume` the file begins anew.
+        Without `resume` the file begins anew. ValueError if the file is no trace of this target.
         """
         if self.trace is not None:
             rank = self.processes.rank
             writer.trace = Trace(self.trace, writer.target, tokenizer, self.target, rank, begin=not resume)
 
     def join_trace(self, writer: Any) -> None:
-        """Joins the parts of all processes. The first one calls it when all are done."""
+        """Joins the traces of all processes into one file. Only the first process calls it, when all have finished."""
         if self.trace is not None:
             writer.trace.join()
 
@@ -118,18 +118,18 @@ def regenerate_data(
     overwrite: bool = False,
     run: RegenerationRun | None = None,
 ) -> RegenerationRecord:
-    """Writes `data` with the target's own answers to `output`.
+    """Answers the prompts of `data` with the target, writes the rows to `output`, and returns their counts.
 
-    A chat's assistant turns are written in order, each after the new ones before it. Rows appear in the output when
-    they are finished, and in the data's order at the end. The manifest beside the output holds the settings and what
-    `run` says of the target and the data.
+    A chat's assistant turns are answered in order, each after the target's own answers before it. Rows are appended to the
+    output as they are finished, and put in the data's order at the end. The manifest beside the output holds the settings
+    and what `run` says of the target and the data.
 
     `data` is a file, folder or Hub id as in [`load_examples`], or rows. `output` ends in `.jsonl`, for `dflash train
     --data`: `resume` goes on with the run in it, `overwrite` begins anew.
 
     Raises:
-        ValueError: for data without a question, settings that changed, an output that holds something else or that
-            another process writes, or a target whose logits are NaN or infinite.
+        ValueError: for data without a question, other settings than those of the run to resume, an output that holds something
+            other than a run or that another process writes, or a target whose logits are NaN or infinite.
         OSError: if the output cannot be written; the rows in it stay.
 
     Example:
@@ -175,14 +175,14 @@ def regenerate_data(
 
 
 def _check_output(output: Path, name: str | None, resume: bool, overwrite: bool) -> None:
-    """Raises ValueError for an output that is the data, or as [`check_answer_file`]."""
+    """Raises ValueError if `output` is the data itself, else the errors of [`check_answer_file`]."""
     if name is not None and Path(name).exists() and Path(name).resolve() == output.resolve():
         raise ValueError(f"The output {output} is the data itself: choose another output.")
     check_answer_file(output, resume, overwrite)
 
 
 def _begin(file: AnswerFile, processes: Processes, overwrite: bool, facts: dict[str, Any]) -> None:
-    """Begins the output or goes on with it, once no process may refuse any more."""
+    """Prepares the output for appending, once all processes have passed their checks."""
     processes.gather([None])  # no process writes before all have checked
     if processes.is_first:
         file.begin(overwrite, facts)
@@ -191,7 +191,7 @@ def _begin(file: AnswerFile, processes: Processes, overwrite: bool, facts: dict[
 
 
 def _sum_up(record: RegenerationRecord, counts: Sequence[Counter[str]]) -> None:
-    """Sets the record's verify steps, tau and encoded answers from the counts of all processes."""
+    """Sets `steps`, `tau`, `encoded` and `miscounted` of the record from the counts of all processes."""
     total = sum(counts, Counter())
     record.steps = total["steps"]
     record.tau = tau(total["step_tokens"], record.steps)
@@ -200,7 +200,7 @@ def _sum_up(record: RegenerationRecord, counts: Sequence[Counter[str]]) -> None:
 
 
 def _finish(file: AnswerFile, record: RegenerationRecord, facts: dict[str, Any], drop_cut: bool) -> None:
-    """Completes the output, the record and the manifest. For the first process, when all are done."""
+    """Completes the output, the record and the manifest. Only the first process calls it, when all have finished."""
     written = file.finish(drop_cut)
     record.rows = written["rows"]
     record.tokens = written["tokens"]
@@ -212,9 +212,9 @@ def _finish(file: AnswerFile, record: RegenerationRecord, facts: dict[str, Any],
 
 
 def _depends_on(settings: RegenerationSettings, writer: Writer, tokenizer: Any, seen: SeenRows) -> dict[str, Any]:
-    """What the rows of a run depend on, for its manifest."""
+    """Returns the settings and fingerprints that the rows of a run depend on: a run to resume must have the same."""
     chosen = asdict(settings)
-    # What is read is known by its fingerprint, and rows that were cut are dropped at the end.
+    # The data is identified by its fingerprint, and cut rows are dropped only at the end.
     for name in ("split", "streaming", "drop_cut"):
         del chosen[name]
     template = fingerprint(getattr(tokenizer, "chat_template", None))
@@ -222,7 +222,7 @@ def _depends_on(settings: RegenerationSettings, writer: Writer, tokenizer: Any, 
 
 
 def _append_all(file: AnswerFile, answered: Answered, on_done: Callable[[int], None]) -> Counter[str]:
-    """Appends dialogues as they are finished; counts verify steps and their tokens, and answers that were encoded again."""
+    """Appends the rows of finished dialogues to `file`; returns the counts of verify steps, their tokens, and encoded answers."""
     counts: Counter[str] = Counter()
     with closing(answered):  # an error here stops the writer at once, and not only when the generator is collected
         for dialogues, answers in answered:
@@ -238,19 +238,19 @@ def _append_all(file: AnswerFile, answered: Answered, on_done: Callable[[int], N
 
 
 def _answered(writer: Writer, dialogues: deque[Dialogue], settings: RegenerationSettings) -> Answered:
-    """Answers all, taking them from `dialogues`."""
+    """Answers all `dialogues`, which it removes from the deque, and yields each round as it is finished."""
     if writer.is_concurrent:
-        yield from _side_by_side(writer, dialogues, settings)
+        yield from _concurrently(writer, dialogues, settings)
         return
     while dialogues:
         yield from _rounds(writer, _taken(dialogues, writer.batch_size), settings)
 
 
-def _side_by_side(writer: ServerWriter, dialogues: deque[Dialogue], settings: RegenerationSettings) -> Answered:
-    """As `_answered`, each dialogue in a thread.
+def _concurrently(writer: ServerWriter, dialogues: deque[Dialogue], settings: RegenerationSettings) -> Answered:
+    """Answers all `dialogues` as `_answered` does, with `writer.batch_size` threads, each of which answers one at a time.
 
-    An error is raised once the answers that are under way have come. After an interrupt these answers are dropped, and no
-    thread sends another request.
+    After an error no further dialogue is started, and the error is raised when the running ones have finished. After an interrupt
+    their answers are dropped, and no thread sends another request.
     """
 
     def answer(dialogue: Dialogue) -> list[Round]:
@@ -287,7 +287,7 @@ def _taken(dialogues: deque[Dialogue], count: int) -> list[Dialogue]:
 
 
 def _rounds(writer: Writer, dialogues: Sequence[Dialogue], settings: RegenerationSettings) -> Answered:
-    """Answers one batch turn by turn until all of it is finished."""
+    """Answers a batch of dialogues turn by turn, and yields a round after each turn, until all are done."""
     while dialogues:
         requests = []
         for dialogue in dialogues:

@@ -18,7 +18,7 @@ from .settings import RegenerationSettings
 
 
 Row = Mapping[str, Any]
-# Reads all rows, each time from the first on.
+# A function that returns an iterable over all rows, from the first one at each call.
 OpenRows = Callable[[], Iterable[Row]]
 
 # The flag with which a tokenizer of transformers remembers that it has warned of a long text.
@@ -26,7 +26,10 @@ WARNED_OF_LENGTH = "sequence-length-is-longer-than-the-specified-maximum"
 
 
 def opened(data: str | os.PathLike[str] | Iterable[Row], settings: RegenerationSettings) -> OpenRows:
-    """A function that reads the rows of a file, folder or Hub id, or these rows themselves. Raises as `read_rows`."""
+    """Returns a function that returns the rows of `data`, a file, folder, Hub id or rows; raises the errors of `read_rows`.
+
+    Rows in an iterator are collected in a list, unless the settings ask for streaming.
+    """
     rows: Iterable[Row]
     if isinstance(data, (str, os.PathLike)):
         read = partial(read_rows, os.fspath(data), settings.split, settings.streaming)
@@ -41,7 +44,7 @@ def opened(data: str | os.PathLike[str] | Iterable[Row], settings: RegenerationS
 
 
 class SeenRows:
-    """What a manifest says of rows that were read: their number, fingerprint and licences. It keeps no row."""
+    """Counts and hashes the rows that are read, and collects their licences, for the manifest. It keeps no row."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -49,7 +52,7 @@ class SeenRows:
         self._digest = hashlib.sha256()
 
     def watched(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """The rows, each counted as it is taken."""
+        """Yields `rows` unchanged, and counts and hashes each one."""
         for row in rows:
             self.count += 1
             self._digest.update(fingerprint(row).encode())
@@ -65,12 +68,12 @@ class SeenRows:
 
     @property
     def license(self) -> str | None:
-        """The licences that rows state."""
+        """The licences that rows state, in one text with commas; `None` if no row states one."""
         return ", ".join(sorted(self._licenses)) or None
 
 
 class Drawn(NamedTuple):
-    """A row, its number from 1, and its place in the order of drawing: fewer samples end at an earlier place."""
+    """A row that was drawn, its number in the data (from 1), and its place in the random order, of which `samples` are taken."""
 
     number: int
     place: int
@@ -78,7 +81,10 @@ class Drawn(NamedTuple):
 
 
 def drawn_rows(source: OpenRows, seen: SeenRows, settings: RegenerationSettings) -> Iterator[Drawn]:
-    """`samples` rows, drawn by the seed, in the data's order; of a stream all rows, each as it is asked for."""
+    """Yields `samples` rows, drawn at random by the seed, in the data's order; without `samples`, or of a stream, all rows.
+
+    `seen` counts the rows that are read.
+    """
     rows = seen.watched(source())
     if settings.streaming or settings.samples is None:
         for row in rows:
@@ -100,9 +106,12 @@ def drawn_rows(source: OpenRows, seen: SeenRows, settings: RegenerationSettings)
 def selected(
     rows: Iterable[Drawn], name: str, tokenizer: Any, settings: RegenerationSettings, positions: int | None
 ) -> tuple[list[Dialogue], Counter[str]]:
-    """The dialogues to write, and the number of rows left out, by the reason; of streamed rows the first `samples`.
+    """Returns the dialogues to answer, and how many rows are left out, by reason. A stream is read up to `samples` dialogues.
 
-    Of rows that ask the same, the one that was drawn first is kept, so that more samples contain the fewer.
+    Of rows that ask the same, the one drawn first is kept, so that a run with more samples has all rows of a run with fewer.
+
+    Raises:
+        ValueError: if no row can be answered, or for a malformed row, with its number.
     """
     left_out: Counter[str] = Counter()
     kept: dict[int | bytes, Dialogue] = {}
@@ -143,7 +152,7 @@ def _nothing_left(name: str, left_out: Counter[str], settings: RegenerationSetti
 
 
 def _check_length(dialogue: Dialogue, settings: RegenerationSettings, positions: int | None) -> None:
-    """Raises Unanswerable for a prompt that is too long."""
+    """Raises Unanswerable if the prompt fills the target's positions, or is longer than `max_prompt_tokens`."""
     if not dialogue.room(1, positions):
         raise Unanswerable(f"a prompt that fills the target's {positions} positions")
     longest = settings.max_prompt_tokens
@@ -153,7 +162,7 @@ def _check_length(dialogue: Dialogue, settings: RegenerationSettings, positions:
 
 @contextmanager
 def unwarned_of_length(tokenizer: Any) -> Iterator[None]:
-    """Silences the tokenizer's warning of texts that are longer than the target reads: a run cuts them or leaves them out."""
+    """Inside the `with`, silences the tokenizer's warning about long texts: a run cuts them or leaves them out."""
     warned = getattr(tokenizer, "deprecation_warnings", {})
     with mock.patch.dict(warned, {WARNED_OF_LENGTH: True}):
         yield

@@ -1,4 +1,4 @@
-"""Answers by the target on a server that speaks the OpenAI protocol (vLLM, SGLang, …): token ids in, token ids out."""
+"""Lets the target answer on a server with the OpenAI protocol (vLLM, SGLang, …): token ids in, token ids out."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,23 +17,23 @@ from .target_writer import Answer, AnswerRequest, Sampling
 
 
 def read_configs(target: str, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """The config and the generation config of a target, of a folder or Hub id, for a [`ServerWriter`]."""
+    """Loads the config and the generation config of a target from a folder or the Hub, for a [`ServerWriter`]."""
     config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
     try:
         return config, GenerationConfig.from_pretrained(target)
-    except OSError:  # what the config says of it then counts
+    except OSError:  # there is no such file: the generation settings are those in the config
         return config, GenerationConfig.from_model_config(config)
 
 
 class ServerWriter:
-    """A target behind a server, with the attributes of [`TargetWriter`]. Raises the errors of `OpenAIClient`.
+    """Answers requests with a target on a server. It has the attributes of [`TargetWriter`] and raises `OpenAIClient`'s errors.
 
-    It asks for completions of ids, so the chat template is the tokenizer's. A server that takes no ids is asked by the
-    text of the prompt; ValueError if that text is not encoded to the same ids. If an engine does not send the ids of
-    an answer, its text is encoded again, which is exact for most texts and not for all; the answer says so.
+    It requests completions of token ids, so the server applies no chat template. A server that takes no ids is sent the text of
+    the prompt; ValueError if that text is not encoded to the same ids. If a server does not return the ids of an answer, its
+    text is encoded again. That gives the same ids for most texts, but not for all, so the answer is marked (`is_encoded`).
 
-    `model` is the name that the server serves the target under (`None`: its only model). The other objects are the
-    target's; the stop tokens of its `generation_config` end an answer.
+    `model` is the name that the server serves the target under (`None`: its only model). `tokenizer`, `config` and
+    `generation_config` are the target's; the stop tokens of `generation_config` end an answer.
 
     A request that fails in a way that may pass (a busy server, a broken connection) is sent again up to four times,
     after longer and longer pauses, until `stopped` is set. `wait` pauses for the given seconds; by default it is
@@ -64,7 +64,7 @@ class ServerWriter:
         self.facts = {"served_model": self.model, "config": config_fingerprint(config, generation_config)}
 
     def __call__(self, requests: Sequence[AnswerRequest], sampling: Sampling) -> list[Answer]:
-        """The answers, one request after another; several calls may run at once."""
+        """Returns the answer to each request, asked one after another. Several threads may call it at the same time."""
         return [self._ask(request, sampling) for request in requests]
 
     def _ask(self, request: AnswerRequest, sampling: Sampling) -> Answer:
@@ -124,7 +124,7 @@ class ServerWriter:
 
 
 def _counted(reply: Any, name: str) -> Any:
-    """The number of tokens that the server counted as `name`; `None` if it does not say."""
+    """Returns the number of tokens that the reply's `usage` gives as `name`; `None` if it does not say."""
     try:
         return reply["usage"][name]
     except (KeyError, TypeError):

@@ -7,18 +7,20 @@ from .target_writer import Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerationSettings(Sampling):
-    """The rows to answer and how: the fields of [`Sampling`], and these."""
+    """Which rows to answer, and how: the fields of [`Sampling`] and these. ValueError for a value out of range."""
 
-    max_new_tokens: int = 2048  # also cut at the end of the target's positions
-    seed: int = 0  # of sampling and the choice of `samples`; a row's answer depends on its number and on this
+    max_new_tokens: int = 2048  # most tokens of an answer, which also ends where the target's positions do
+    seed: int = 0  # of sampling and of the choice of `samples`; an answer depends on the seed and its row's number
     thinking: bool = False  # whether the chat template asks for thinking
     prompt_tokens: int = 16  # number of tokens of a `text` that are its prompt
     samples: int | None = None  # number of rows; `None` for all. Fewer rows are a subset of more
     split: str = "train"  # of a data set that has several
     streaming: bool = False  # read a data set only as far as needed: to the first `samples` rows that can be answered
-    deduplicate: bool = True  # leave out rows that ask what another one does; not for several sampled answers of each
-    max_prompt_tokens: int | None = None  # leave out rows with a longer prompt, of a chat the first one
-    drop_cut: bool = False  # leave out rows with an answer that the longest length cut off
+    deduplicate: bool = (
+        True  # leave out rows that ask the same as another one; turn off to sample several answers to each
+    )
+    max_prompt_tokens: int | None = None  # leave out rows with a longer prompt; of a chat, the first prompt counts
+    drop_cut: bool = False  # leave out rows with an answer that was cut off
 
     def __post_init__(self) -> None:
         super().__post_init__()

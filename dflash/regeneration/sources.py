@@ -1,4 +1,4 @@
-"""Sources of an adaptation: files of answers are used as they are, and the target answers the others first."""
+"""Prepares the sources of an adaptation: files of answers are used as they are; any other source is answered by the target."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,19 +25,20 @@ def answer_sources(
     announce: Announce = say_nothing,
     watch: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[str]:
-    """The sources, each that holds no answers replaced by a trace of the target's own, which a pair writes into `folder`.
+    """Returns what to train on for each source: the source itself if it holds answers, else a trace of the target's answers.
 
-    Answers that an earlier call began are completed.
+    The pair writes the traces into `folder`. Answers that an earlier call left unfinished are completed.
 
     Args:
-        sources: Files, folders or Hub ids by the names of their traces.
-        folder: Holds the answers and the traces; made if it is not there.
-        load: Gives the writer, with a drafter, and the tokenizer. Called if a source holds no answers.
-        settings: The rows to answer, and how.
-        target_name: The target's name, for the record.
-        overwrite: Answer all again.
-        announce: Told in a sentence what is answered, and what came of it.
-        watch: A context for each source, whose value has `begin` and `row`: `on_begin` and `on_done` of a [`RegenerationRun`].
+        sources: Files, folders or Hub ids, by the names that their traces get.
+        folder: Folder of the answers and traces; made if it does not exist.
+        load: Function that returns the writer, with a drafter, and the tokenizer. Called only if a source holds no answers.
+        settings: Which rows to answer, and how.
+        target_name: The target's name, for the manifest.
+        overwrite: Answer all sources again.
+        announce: Called with a sentence on what will be answered, and with the result.
+        watch: Function that returns a context manager for each source. Its value is `None`, or has `begin` and `row`, which become
+            `on_begin` and `on_done` of a [`RegenerationRun`].
 
     Raises:
         ValueError: for a source that cannot be read or that is streamed although it holds answers, or as [`regenerate_data`].
@@ -72,7 +73,7 @@ def answer_sources(
 
 
 def _has_answers(source: str, settings: RegenerationSettings) -> bool:
-    """Whether the first row of a source is an answer or a text of a trace."""
+    """Whether the first row of a source is an answer or comes from a trace; ValueError if so and streaming is asked for."""
     row = next(iter(read_rows(source, settings.split, settings.streaming)), {})
     if settings.streaming and "response_ids" in row:
         raise ValueError(f"{source} holds answers, which are read whole: leave --streaming out.")

@@ -1,7 +1,7 @@
-"""Answers by the target in this process: token ids in, token ids out. A drafter learns best from its target's own answers.
+"""Lets the target answer in this process: token ids in, token ids out. A drafter learns best from its target's own answers.
 
-Without a drafter `generate` of transformers writes them, and a logits processor chooses the tokens, with the uniforms by which
-the loop with a drafter would choose them.
+Without a drafter, `generate` of transformers writes the answers. A logits processor then chooses the tokens with the same uniform
+random numbers as the loop with a drafter, so that both choose the same tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dflash.training import Example, Trace, stop_ids, was_rejected, with_respons
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen: greedily at temperature 0, else sampled as `generate` would with these settings."""
+    """How tokens are chosen: greedily at temperature 0, else sampled as by `generate`. ValueError for a value out of range."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -43,7 +43,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """A prompt to answer, the seed of its sampling, and the longest answer."""
+    """A prompt to answer, the seed of its sampling, and the most tokens that the answer may have."""
 
     prompt_ids: Sequence[int]
     seed: int
@@ -55,7 +55,7 @@ class Answer:
     """The target's answer to a prompt."""
 
     token_ids: list[int]  # the stop token included
-    ended: bool  # False if the longest length cut it off
+    ended: bool  # False if `max_new_tokens` cut it off
     acceptance_lengths: list[int] = field(default_factory=list)  # per verify step, with a drafter
     is_encoded: bool = False  # whether the ids were encoded from a text, because a server did not send them
     is_miscounted: bool = False  # whether the server counted another number of tokens in that text
@@ -69,37 +69,37 @@ class _Text:
     stops: set[int]
     token_ids: list[int] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
-    rejected: list[int] = field(default_factory=list)  # places of the anchors, in prompt and answer together
+    rejected: list[int] = field(default_factory=list)  # anchors of rejected drafts, as indices into `all_ids`
 
     @property
     def all_ids(self) -> list[int]:
-        """The prompt and what was written after it."""
+        """The token ids of the prompt and of the answer so far."""
         return [*self.request.prompt_ids, *self.token_ids]
 
     @property
     def ended(self) -> bool:
-        """Whether a stop token ended it."""
+        """Whether the answer's last token is a stop token."""
         return bool(self.token_ids) and self.token_ids[-1] in self.stops
 
     @property
     def is_done(self) -> bool:
-        """Whether it ended or is as long as it may be."""
+        """Whether the answer ended or has `max_new_tokens` tokens."""
         return self.ended or self.num_left == 0
 
     @property
     def num_left(self) -> int:
-        """The number of tokens that may still follow."""
+        """The number of tokens that the answer may still get."""
         return self.request.max_new_tokens - len(self.token_ids)
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Takes tokens until it is done; its batch may have gone on."""
+        """Appends tokens until the answer is done. Later ones are dropped: a batch goes on after some of its texts are done."""
         for token_id in token_ids:
             if self.is_done:
                 return
             self.token_ids.append(token_id)
 
     def take(self, block: Block) -> None:
-        """Takes what the drafter's loop has committed, and counts its verify step."""
+        """Appends the tokens of a block of the drafter's loop, its acceptance length and, if its draft was rejected, its anchor."""
         if self.is_done:
             return
         if was_rejected(block):
@@ -110,14 +110,14 @@ class _Text:
 
 
 class TargetWriter:
-    """The target in this process. A drafter saves steps, though large batches may be slower; in fp32 it changes no token.
+    """Answers requests with the target in this process. A drafter saves forwards of the target, and in fp32 changes no token.
 
-    An answer depends on its prompt, its seed and the sampling; on the other prompts of its batch only by rounding.
-    With a `trace`, the anchors of drafts that were rejected are recorded there. ValueError if the target's logits are NaN
-    or infinite, here or in an answer.
+    An answer depends on its prompt, its seed and the sampling, and on the other prompts of its batch only through rounding. With
+    large batches a drafter may be slower than none. With a `trace`, each text and the anchors of its rejected drafts are recorded
+    there. ValueError if the target's logits are NaN or infinite, here or in an answer.
     """
 
-    is_concurrent: Literal[False] = False  # requests do not run side by side
+    is_concurrent: Literal[False] = False  # threads may not call it at the same time
 
     def __init__(
         self,
@@ -133,14 +133,14 @@ class TargetWriter:
         self.trace = trace
         self.positions = max_positions(target)  # the longest sequence, `None` if the config does not say
         self.revision = getattr(target.config, "_commit_hash", None)
-        self.facts = {  # that the answers depend on besides requests and sampling
+        self.facts = {  # what the answers depend on besides requests and sampling
             "weights": model_fingerprint(target),
             "config": config_fingerprint(target.config, target.generation_config),
             "dtype": dtype_name(target),
         }
 
     def __call__(self, requests: Sequence[AnswerRequest], sampling: Sampling) -> list[Answer]:
-        """The answers, one batch."""
+        """Returns the answer to each request, in order. All requests are one batch, unless a drafter needs several."""
         stops = stop_ids(self.target.generation_config)
         texts = [_Text(request, stops) for request in requests]
         if self.drafter is None:
@@ -159,7 +159,7 @@ class TargetWriter:
         return answers
 
     def _finish(self, texts: Sequence[_Text], sampling: Sampling) -> None:
-        """Writes what is left of each text, without the drafter."""
+        """Completes each text in place, with the target alone."""
         uniforms = PositionUniforms(len(texts), _generators(texts))
         while True:
             numbers = [number for number, text in enumerate(texts) if not text.is_done]
@@ -168,7 +168,7 @@ class TargetWriter:
             unfinished = [texts[number] for number in numbers]
             prompts = [text.all_ids for text in unfinished]
             width = max(map(len, prompts))
-            # They all have as many new tokens: they were in every batch so far, to its end.
+            # Texts that are not done have equally many new tokens: each was in every batch so far, until the batch's end.
             num_new = len(unfinished[0].token_ids)
             choose = _ByUniforms(uniforms, numbers, width - num_new)
             num_steps = self._num_steps(unfinished)
@@ -177,10 +177,10 @@ class TargetWriter:
                 text.append(token_ids)
 
     def _num_steps(self, texts: Sequence[_Text]) -> int:
-        """Number of tokens to write next: up to the longest answer, or to where the longest text fills the positions.
+        """The number of tokens to write next: until all answers are complete, or the longest text fills the target's positions.
 
-        The others go on without that text. Beyond its positions a target with learned ones fails, and one whose rotary
-        frequencies depend on the length would write other answers in the whole batch.
+        The other texts then go on without the longest one. Beyond its positions a target with learned position embeddings fails,
+        and one whose rotary frequencies depend on the length would write other answers in the whole batch.
         """
         num_left = max(text.num_left for text in texts)
         longest = max(len(text.all_ids) for text in texts)
@@ -189,10 +189,10 @@ class TargetWriter:
         return min(num_left, self.positions - longest)
 
     def _roomy_first(self, texts: Sequence[_Text]) -> list[list[_Text]]:
-        """Batches in which every text can draft at least half as far as the roomiest one.
+        """Cuts texts into batches that can draft at least half as many tokens as their text with most room could alone.
 
-        A batch drafts up to where its longest text fills the positions, so one that is nearly full would end the drafts
-        of all. Uniforms are drawn anew in each call of the loop: a batch that has ended cannot draft on.
+        A batch drafts until its longest text fills the positions, so one text that nearly fills them would end the drafts of all.
+        A batch that has ended cannot draft on, because each call of the loop draws its random numbers from the beginning.
         """
         batches: list[list[_Text]] = []
         roomiest = 0
@@ -206,7 +206,7 @@ class TargetWriter:
         return batches
 
     def _draft(self, texts: Sequence[_Text], sampling: Sampling) -> None:
-        """Writes with the drafter up to where the longest text fills the positions: no draft fits there."""
+        """Extends each text in place with the drafter, until all are complete or the longest one fills the target's positions."""
         drafter: Any = self.drafter
         options: dict[str, Any] = {"temperature": sampling.temperature}
         if sampling.temperature:
@@ -219,7 +219,7 @@ class TargetWriter:
             [torch.tensor(text.request.prompt_ids) for text in texts],
             max_new_tokens=self._num_steps(texts),
             generator=_generators(texts),
-            verification="match",  # the uniforms of a position then choose its token as without a drafter
+            verification="match",  # a position's random number then chooses the same token as without a drafter
             **options,
         )
         for block in blocks:
@@ -227,7 +227,7 @@ class TargetWriter:
 
 
 def _generators(texts: Sequence[_Text]) -> list[torch.Generator]:
-    """Generators of the texts' seeds, new ones in every call."""
+    """Returns a new random generator for each text, with the seed of its request."""
     return [torch.Generator().manual_seed(text.request.seed) for text in texts]
 
 
@@ -250,7 +250,7 @@ def regenerate(
     seed: int = 0,
     drafter: PreTrainedModel | None = None,
 ) -> Iterator[Regenerated]:
-    """The target's response to each prompt, greedy by default, in the order in which batches finish.
+    """Yields the target's response to each prompt, greedy by default, in the order in which batches finish.
 
     Prompts of similar length share a batch. A sampled response depends on `seed` and its prompt's place in the list, not
     on the batch, and no global state changes.
@@ -272,7 +272,7 @@ def regenerate(
 
 
 def row_seed(seed: int, *place: int) -> int:
-    """A seed for a place in the data, such as a row and a turn: below 2**63."""
+    """Returns a seed below 2**63 for a place in the data, such as the numbers of a row and a turn."""
     digest = hashlib.sha256(repr((seed, *place)).encode())
     return int(digest.hexdigest()[:16], 16) >> 1
 
@@ -285,7 +285,10 @@ def _write(
     sampling: Sampling,
     choose: _ByUniforms,
 ) -> list[list[int]]:
-    """The new tokens after each prompt of a batch. Tokens after a stop token are not removed."""
+    """Returns the new tokens after each prompt of a batch. Tokens after a stop token are not removed.
+
+    ValueError if a logit was NaN or infinite.
+    """
     width = max(map(len, prompts))
     pad = partial(pad_sequence, batch_first=True, padding_side="left")
     input_ids = pad([torch.tensor(prompt) for prompt in prompts])
@@ -328,26 +331,26 @@ def _write(
 
 
 class _Watch(processing.LogitsProcessor):
-    """Notes whether any score was NaN or infinite; read once at the end, because each read waits for the device."""
+    """Records in `is_broken` whether any score was NaN or infinite. Read it once at the end: a read waits for the device."""
 
     is_broken: bool | torch.Tensor = False
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Scores [B, V], unchanged."""
+        """Returns the scores [B, V] unchanged."""
         self.is_broken = is_broken(scores) | self.is_broken
         return scores
 
 
 class _ByUniforms(processing.LogitsProcessor):
-    """Leaves the one token that each sequence's own uniforms choose, as sampled decoding with a drafter does."""
+    """Samples each sequence's token with its own uniform random numbers, as decoding with a drafter does; masks all others."""
 
     def __init__(self, uniforms: PositionUniforms, sequences: Sequence[int], first_column: int) -> None:
         self.uniforms = uniforms
-        self.sequences = sequences  # of the batch, by their number in `uniforms`
-        self.first_column = first_column  # of the new tokens
+        self.sequences = sequences  # the number in `uniforms` of each sequence in the batch
+        self.first_column = first_column  # the column of the first new token
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Scores [B, V]: 0 for the chosen token, -inf for all others."""
+        """Returns new scores [B, V]: 0 for the chosen token, -inf for all others."""
         position = input_ids.shape[1] - self.first_column
         of_sequences = []
         for sequence in self.sequences:

@@ -1,4 +1,4 @@
-"""Training a drafter for a target: data, anchors, blocks, losses, and the loop. Needs the extra `train`."""
+"""Trains a drafter for a target: data, anchors, blocks, losses and the training loop. Needs the extra `train` of the package."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""True acceptance: what a drafter saves in decoding, measured by the loop that users run."""
+"""Measures how many drafted tokens a target accepts, by decoding prompts with the loop that users run."""
 
 import logging
 from dataclasses import dataclass
@@ -17,13 +17,14 @@ from .settings import Facts
 
 @dataclass(frozen=True)
 class AcceptanceCounts:
-    """Sums over the verify steps of some prompts; `a + b` joins those of two sets.
+    """Acceptance counts, summed over verify steps. `a + b` are the counts over the steps of both.
 
     Attributes:
-        steps: Verify steps.
-        committed: Accepted proposals and one token of the target's own per step, before stop and length cuts.
-        kept: Tokens kept after these cuts.
-        accepted: For each position of a draft, the number of steps in which it was accepted.
+        steps: Number of verify steps.
+        committed: Tokens committed: the accepted proposals and one token of the target per step, before a text is cut at a
+            stop token or at its maximal length.
+        kept: Tokens that remain after the cut.
+        accepted: For each position of a draft, the number of steps in which the proposal there was accepted.
     """
 
     steps: int
@@ -42,16 +43,16 @@ class AcceptanceCounts:
 
     @property
     def tau(self) -> float:
-        """Mean acceptance length, as the DFlash paper counts it."""
+        """Mean acceptance length, as in the DFlash paper: committed tokens per verify step, 0 without steps."""
         return self.committed / max(1, self.steps)
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens kept per verify step, on which a speed-up rests."""
+        """Kept tokens per verify step, 0 without steps. The speed-up depends on this number."""
         return self.kept / max(1, self.steps)
 
     def figures(self) -> Facts:
-        """Tau, tokens a step, and the share of the steps in which each position was accepted."""
+        """Returns `tau`, `tokens_per_step` and, as `accepted`, the share of steps that accepted each position of a draft."""
         steps = max(1, self.steps)
         shares = [round(count / steps, 4) for count in self.accepted]
         return {"tau": self.tau, "tokens_per_step": self.tokens_per_step, "accepted": shares}
@@ -61,9 +62,12 @@ class AcceptanceCounts:
 def measure_acceptance(
     drafter: Any, target: PreTrainedModel, prompts: Prompts, max_new_tokens: int
 ) -> AcceptanceCounts:
-    """Greedy acceptance over `prompts`, each decoded by `generate_blocks`.
+    """Decodes each prompt greedily with `generate_blocks`, and returns the acceptance counts of all prompts together.
 
-    The engine's warning about a drafter of which nothing is accepted is hidden: training begins in that state.
+    The warning that no draft is accepted is hidden, because training begins in that state.
+
+    Raises:
+        ValueError: as `generate_blocks`, for example if the drafter's logits are NaN.
     """
     total = AcceptanceCounts(
         0,
@@ -82,7 +86,7 @@ def measure_acceptance(
                 torch.tensor([list(prompt)], device=target.device),
                 max_new_tokens=max_new_tokens,
                 temperature=0.0,
-                compile=False,  # a near-tie must not depend on how long this process has decoded before
+                compile=False,  # else steps are compiled after some time, and near-ties may then round another way
                 prompt_lookup_num_tokens=0,
             )
             for block in blocks:

@@ -1,4 +1,4 @@
-"""Adapts a drafter to a user's texts: acceptance is measured on each domain, and the drafter at the beginning may stay the best."""
+"""Trains a drafter further on a user's texts (`dflash adapt`), and measures its acceptance on each domain before and after."""
 
 import os
 import random
@@ -21,19 +21,22 @@ from .sources import FILE_FORMATS, Source
 from .trainer import Trainer
 
 
-# The share of its tau on a domain that a drafter may lose while it accepts more of the others.
+# Weights are not kept if the tau of a domain is lower by more than this share than before the adaptation.
 FORGOTTEN = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptationGoal(Goal):
-    """The highest mean tau of the `domains` without the `general` one. The tau of no domain may fall by more than `FORGOTTEN`."""
+    """Goal of an adaptation: the highest mean tau of all domains but `general`, while no domain loses more than `FORGOTTEN`."""
 
-    domains: Mapping[str, Prompts]  # held-out prompts
-    general: str = ""  # the domain that is to be kept and not to be adapted to, if there is one
+    domains: Mapping[str, Prompts]  # held-out prompts by the domain's name
+    general: str = ""  # name of the domain whose tau only has to be kept; empty if there is none
 
     def measure(self, trainer: Trainer) -> Facts:
-        """A point of the curve with the acceptance on each domain. Before the first step it has no loss."""
+        """Returns a point of the curve: training counts since the last point, mean `tau`, and acceptance on each domain.
+
+        Before the first step there are no training counts.
+        """
         point = trainer.measure(())
         domains = {}
         for name, prompts in self.domains.items():
@@ -45,7 +48,7 @@ class AdaptationGoal(Goal):
         return point
 
     def is_better(self, point: Facts, record: TrainingRecord) -> bool:
-        """Whether tau is higher than at the best point, and no domain was forgotten."""
+        """Whether the mean tau is above `record.best_tau`, and no domain lost more than `FORGOTTEN` of its first tau."""
         first = record.curve[0]["domains"] if record.curve else {}
         for name, figures in first.items():
             tau = point["domains"][name]["tau"]
@@ -65,25 +68,26 @@ def adapt(
     general_share: float = 0.3,
     **options: Any,
 ) -> TrainingRecord:
-    """Trains `drafter` further on `data`, and keeps in `output` the state that accepts most, which may be its first.
+    """Trains `drafter` further on `data`, and saves the weights with the highest tau, which may be the first, to `output`.
 
-    Each file is a domain, whose acceptance is measured on prompts of its own before and after; the checkpoint's card says both.
-    A state that accepts more than 2 % less of any file, or of the `general` texts, is not kept. The run ends when nothing
-    has improved for `settings.patience` measurements.
+    Each file of `data` is a domain. Its acceptance is measured on prompts held out of that file, before and after; the model card
+    of the checkpoint shows both. Weights whose tau on a file, or on the `general` texts, is more than 2 % below that of the
+    original drafter are not kept. The run ends after `settings.patience` measurements in a row without a better one.
 
     Args:
         target: Folder or Hub id of the target.
-        drafter: Folder or Hub id of its drafter, of any dialect.
-        data: Files of the target's own answers, or of a [`Trace`], for blocks where drafts were rejected (`rejected_share`).
+        drafter: Folder or Hub id of its drafter, in the format of any supported tool.
+        data: One file per domain, of the target's own answers. A [`Trace`] also records where drafts were rejected, so that blocks
+            can begin there (`settings.rejected_share`).
         output: Folder of the checkpoint.
-        settings: The recipe. Without `lora_rank` all weights are trained.
-        general: Answers to prompts of the kind that the drafter is good at already.
-        general_share: Share of the tokens that are general, at most.
+        settings: The recipe. All weights are trained, or with `lora_rank` a low-rank update of them.
+        general: Answers to prompts that the drafter is good at already and has to stay good at.
+        general_share: Largest share of the training tokens that `general` may have.
         options: Fields of [`RunOptions`], such as `resume` and `overwrite`.
 
     Raises:
-        ValueError: for data that cannot be trained on or measured on, a trace of another target, or as [`train`].
-        FloatingPointError: as [`train`]; `output` holds the best state, which may be that of the beginning.
+        ValueError: if `data` cannot be trained or measured on, if a trace belongs to another target, or as [`train`].
+        FloatingPointError: if loss, gradient or logits are not finite; `output` keeps the best weights so far.
 
     Example:
         >>> record = adapt("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", ["support.trace.jsonl"], "support-DFlash")
@@ -119,10 +123,12 @@ def adaptation_sources(
     general: Source | None = None,
     general_share: float = 0.3,
 ) -> dict[str, str]:
-    """The files of `data` and, last, of `general`. The key of each is its name in reports, without folder and ending.
+    """Returns the path of each domain by the name that reports use (the file's, without suffix); `general` is the last one.
+
+    Nothing is read yet.
 
     Raises:
-        ValueError: for arguments that [`adapt`] refuses, before anything is read.
+        ValueError: for no data, a `settings.eval_data`, two files of the same name, or a share that is not between 0 and 1.
     """
     if not data:
         raise ValueError("data names no file: give one or more of the target's own answers.")
@@ -140,7 +146,7 @@ def adaptation_sources(
         name = (path.stem if is_file_name else path.name).removesuffix(".trace")
         if name in sources:
             raise ValueError(
-                f"{sources[name]} and {source} have one name ({name}), by which they are reported: rename one of them."
+                f"{sources[name]} and {source} have the same name in reports ({name}): rename one of them."
             )
         sources[name] = source
     return sources
@@ -149,7 +155,7 @@ def adaptation_sources(
 def _domains(
     sources: Mapping[str, str], target: Source, settings: TrainingSettings, announce: Announce
 ) -> dict[str, Prepared]:
-    """The examples and held-out prompts of each domain. All domains share the models."""
+    """Loads the models and all sources; returns for each domain its examples and held-out prompts, with the same models."""
     ready, tables = load(
         target,
         list(sources.values()),
@@ -165,23 +171,23 @@ def _domains(
             settings,
             announce,
         )
-        answers_of(source, ready.target, announce)  # for what it announces
+        answers_of(source, ready.target, announce)  # announces answers that are missing or another target's
     return domains
 
 
 def _examples_of(domains: Mapping[str, Prepared], general: str, general_share: float, seed: int) -> Examples:
-    """The examples to train on: those of all domains, and of the general one at most its share of the tokens."""
+    """Joins the examples to train on. Of the domain `general` at most `general_share` of all tokens is drawn."""
     parts = [domain.examples for name, domain in domains.items() if name != general]
     if general:
         num_tokens = sum(lengths_of(joined(parts)))
         room = num_tokens * general_share / (1 - general_share)
-        some = _some(domains[general].examples, room, seed)
-        parts.append(some)
+        subset = _subset(domains[general].examples, room, seed)
+        parts.append(subset)
     return joined(parts)
 
 
-def _some(examples: Examples, room: float, seed: int) -> Examples:
-    """Examples of at most `room` tokens in all, in random order."""
+def _subset(examples: Examples, room: float, seed: int) -> Examples:
+    """Draws examples in random order, until the next one would exceed `room` tokens in total."""
     lengths = lengths_of(examples)
     places = range(len(lengths))
     order = random.Random(seed).sample(places, len(places))

@@ -1,7 +1,7 @@
-"""A change of low rank to each matrix of a drafter (LoRA, https://arxiv.org/abs/2106.09685).
+"""LoRA (https://arxiv.org/abs/2106.09685) for drafters: a trainable low-rank update of the weight of each linear layer.
 
-It is a parametrisation of torch, so compiled forwards and optimisers read the changed `weight`. It is merged into the weights
-where the drafter decodes or is saved.
+The update is a parametrisation of torch, so all code that reads `weight`, compiled forwards included, reads the updated weight.
+It is merged into the weights before the drafter decodes or is saved.
 """
 
 import copy
@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 
 class LowRankChange(nn.Module):
-    """The weight and a matrix of low rank, which is 0 at first."""
+    """A parametrisation that adds `up @ down`, a matrix of rank R, to a weight. `up` is 0 at first."""
 
     def __init__(self, weight: Tensor, rank: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -25,15 +25,15 @@ class LowRankChange(nn.Module):
         self.up = nn.Parameter(weight.new_zeros(height, rank))  # [out, R]
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The changed weight, [out, in]."""
+        """Returns `weight` [out, in] with the low-rank update added."""
         return weight + self.up @ self.down
 
 
 def change_in_low_rank(drafter: nn.Module, rank: int, seed: int) -> None:
-    """Freezes all weights and adds a trainable change of at most `rank` to the matrix of each linear layer (LoRA).
+    """Freezes all weights in place and adds a trainable update of at most `rank` to the weight of each linear layer (LoRA).
 
     Raises:
-        ValueError: for a rank that saves nothing in any matrix.
+        ValueError: if no weight has a rank above `rank`, so that an update would not be smaller than the weights.
     """
     linear = [module for module in drafter.modules() if isinstance(module, nn.Linear)]
     ranks = [min(module.weight.shape) for module in linear]
@@ -50,19 +50,20 @@ def change_in_low_rank(drafter: nn.Module, rank: int, seed: int) -> None:
 
 
 def is_changed(drafter: nn.Module) -> bool:
-    """Whether `drafter` has changes of low rank."""
+    """Whether `drafter` has low-rank updates from `change_in_low_rank`."""
     return any(isinstance(module, LowRankChange) for module in drafter.modules())
 
 
 def merged(drafter: Any) -> Any:
-    """A copy in which the changes are part of the weights."""
+    """Returns a copy of `drafter` in eval mode, with the low-rank updates added to its weights."""
     state = drafter.state_dict()
     for name in [name for name in state if ".parametrizations." in name]:
         del state[name]
     for name, module in drafter.named_modules():
         if parametrize.is_parametrized(module, "weight"):
             state[f"{name}.weight"] = module.weight
-    # Not a deep copy, which would share the classes that torch made: without their parametrisation both would lose it.
+    # Not a deep copy: torch gives a parametrised module a class of its own, which a deep copy shares. Removing the
+    # parametrisation from the copy would remove it from the original too.
     whole = type(drafter)(copy.deepcopy(drafter.config))
     whole.load_state_dict(state)
     return whole.to(drafter.device).eval()

@@ -1,4 +1,4 @@
-"""Records texts while a pair decodes them, with the anchors of the drafts that verification rejected, as rows to train on."""
+"""Records decoded texts as training rows, together with the positions (anchors) after which verification rejected a draft."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,21 +24,21 @@ BEGINNING = b'{"target":'
 
 
 class Trace:
-    """A file with a row for each text: its token ids and, in `rejected`, the anchors of drafts that were not accepted whole.
+    """A file of JSON lines, one per text: its token ids and, in `rejected`, the anchors of drafts that were not fully accepted.
 
-    Each row also names the target that wrote it and the tokenizer, so that files can be joined.
+    Each row also holds the target's name and the fingerprints of target and tokenizer, so that files can be concatenated.
 
     Args:
-        path: A `.jsonl` file, to which rows are added.
-        target: The target. Rows hold the fingerprint of its weights.
-        tokenizer: Its tokenizer.
-        name: The target's name. Only the last part of a path is written.
-        rank: Number of this process; every process but the first writes a file of its own beside `path`.
-        begin: Delete what the file holds.
+        path: A `.jsonl` file. Rows are appended to it.
+        target: The target. Each row holds the fingerprint of its weights.
+        tokenizer: The target's tokenizer.
+        name: The target's name. Of a local path only the last part is written.
+        rank: Rank of this process. Every process but the first writes to a file of its own beside `path`, until `join`.
+        begin: Delete the rows that the file holds.
 
     Raises:
-        ValueError: for a path that does not end in `.jsonl`, which is how training reads it, or a file that is no trace of this
-            target and tokenizer; nothing is changed then.
+        ValueError: for a path that does not end in `.jsonl`, as training needs it, or without `begin` for a file that is not a
+            trace of this target and tokenizer. The file is not changed.
 
     Example:
         >>> trace = Trace(Path("trace.jsonl"), target, tokenizer, "Qwen/Qwen3-4B")
@@ -79,7 +79,10 @@ class Trace:
             raise ValueError(f"The trace {path} must be a file that ends in .jsonl, which is how training reads it.")
 
     def append(self, prompt_ids: Sequence[int], response_ids: Sequence[int], rejected: Sequence[int]) -> None:
-        """Adds a text. `rejected` counts places from the beginning of the prompt."""
+        """Appends the row of one text; OSError if it cannot be written.
+
+        `rejected` holds the anchors of rejected drafts, as indices into prompt and response together.
+        """
         text = {
             "prompt_ids": list(prompt_ids),
             "response_ids": list(response_ids),
@@ -88,7 +91,7 @@ class Trace:
         self._lines.append([self._origin | text])
 
     def join(self) -> None:
-        """Adds the rows of the other processes to the file. The first process calls it when all are done."""
+        """Moves the rows of all processes into `path`. Call it on the first process, when all have finished."""
         parts = self._lines.parts()
         if len(parts) > 1:
             numbered = chain.from_iterable(map(whole_lines, parts))
@@ -96,12 +99,12 @@ class Trace:
 
 
 def was_rejected(block: Block) -> bool:
-    """Whether verification rejected a draft of the drafter. A drafter learns nothing from the proposals of a lookup."""
+    """Whether verification rejected a token of the drafter's draft; False for lookup proposals, which no drafter wrote."""
     return block.num_accepted < block.num_proposals and not block.is_lookup
 
 
 def recorded(blocks: Iterable[Block], prompts: Prompts, trace: Trace) -> Iterator[Block]:
-    """The blocks of `generate_blocks`, unchanged. When they end, or are not read further, their texts are added to `trace`."""
+    """Yields the `blocks` of `generate_blocks` unchanged. When they end, or the iterator is closed, appends the texts to `trace`."""
     texts = [list(prompt) for prompt in prompts]
     rejected: list[list[int]] = [[] for _ in prompts]
     try:
@@ -122,7 +125,7 @@ def recorded(blocks: Iterable[Block], prompts: Prompts, trace: Trace) -> Iterato
 
 
 def _rows_of(path: Path) -> Iterator[Facts]:
-    """The rows of a trace. Half a row at its end, which a killed process left, is skipped; ValueError for any other line."""
+    """Yields the rows of a trace; ValueError for a line that is none. An incomplete last row, left by a killed process, is skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             is_whole = line.endswith(b"\n")
@@ -151,7 +154,11 @@ def check_trace(
     where: str = "",
     remedy: str = "record a trace of this target (dflash regenerate --trace)",
 ) -> None:
-    """Raises ValueError for a row of a trace that was recorded with another tokenizer or with another target than `model`."""
+    """Raises ValueError if a row was recorded with another tokenizer, or with another target than `model`.
+
+    Rows without `rejected` do not come from a trace and are not checked. The message begins with `where`, names the model as
+    `target`, and ends with `remedy`.
+    """
     expected = _fingerprints(model, tokenizer)
     for number, row in enumerate(rows, start=1):
         if row.get("rejected") is None:
@@ -162,5 +169,5 @@ def check_trace(
             if recorded != expected[name]:
                 raise ValueError(
                     f"{where}Row {number} was recorded with the {name} {recorded} of {recorder} "
-                    f"and those of {target} are {expected[name]}: {remedy}."
+                    f"but {target} has {expected[name]}: {remedy}."
                 )

@@ -1,4 +1,7 @@
-"""Batches of examples with the anchors of their blocks. A sequence holds one padded document, or several. It knows no model."""
+"""Cuts examples into batches and draws the anchors of their blocks. It knows no model.
+
+An example is called a document here. A sequence is one row of a batch: a padded document, or several packed documents.
+"""
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,17 +17,18 @@ from .examples import Example, Examples, lengths_of
 
 PADDING_DOCUMENT = -1
 NO_ANCHOR = -1
-# Widths are multiples of this, so that there are few shapes: each new shape has its kernels chosen, and on a CPU compiled.
+# Widths are rounded up to a multiple of this, so that few shapes occur: for each new shape kernels are selected, and on a CPU
+# compiled.
 WIDTH_STEP = 16
-# Sequences that are sorted by length together.
+# Number of shuffled documents that are sorted by length together.
 POOL = 2048
 
 
 def valid_anchors(loss_mask: Sequence[int]) -> list[int]:
-    """Positions at which a block may begin: the token is supervised, and so is the next one.
+    """Returns the positions at which a block may begin: the token there and the next one are supervised.
 
-    While decoding, an anchor is a token of the target, and the drafter proposes its successor first. A position whose
-    successor belongs to a prompt never occurs.
+    While decoding, an anchor is a token that the target wrote, and the drafter first proposes the token after it. So the token
+    after an anchor is never one of a prompt.
     """
     return [place for place, pair in enumerate(pairwise(loss_mask)) if all(pair)]
 
@@ -41,9 +45,9 @@ def sample_anchors(
 ) -> list[int]:
     """At most `num_anchors` distinct valid anchors in ascending order, drawn anew each epoch.
 
-    They depend on `(seed, epoch, index)` and on the sequence alone, `index` being its place in the data. Neither its batch nor
-    a restart changes them. A sequence with fewer valid positions gives all of them. `rejected` are the anchors of drafts that
-    verification rejected. The share `rejected_share` of the anchors is drawn from them, as far as they suffice.
+    The draw depends only on the arguments, where `index` is the sequence's index in the data; neither its batch nor a restart
+    changes it. A sequence with fewer valid positions than `num_anchors` returns all of them. `rejected` holds the anchors of
+    drafts that verification rejected: a share `rejected_share` of the result is drawn from them, or less if they are too few.
 
     Example:
         >>> sample_anchors([0, 0, 1, 1, 1], 8, seed=0, epoch=0, index=0)
@@ -63,13 +67,13 @@ def sample_anchors(
 
 
 class Batch(NamedTuple):
-    """Right-padded sequences. The target is causal, so padding on the right changes nothing before it.
+    """Right-padded sequences as tensors. The target is causal, so tokens never see the padding on their right.
 
     Attributes:
         input_ids: Token ids, [B, S].
-        loss_mask: Supervised tokens, bool [B, S].
-        document_ids: 0, 1, 2, … for the tokens of a sequence's documents and `PADDING_DOCUMENT` for padding, [B, S].
-        anchors: Columns where blocks begin, `NO_ANCHOR` where a sequence has fewer, [B, A].
+        loss_mask: Whether a token is supervised, bool [B, S].
+        document_ids: Number of a token's document in its sequence, from 0; `PADDING_DOCUMENT` for padding, [B, S].
+        anchors: Columns where blocks begin, filled with `NO_ANCHOR` in sequences that have fewer, [B, A].
     """
 
     input_ids: Tensor
@@ -78,15 +82,15 @@ class Batch(NamedTuple):
     anchors: Tensor
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on another device."""
+        """Returns the batch with all tensors on `device`."""
         tensors = [tensor.to(device) for tensor in self]
         return Batch(*tensors)
 
     def share(self, index: int, num_shares: int) -> "Batch":
-        """Share `index` of the batch, which is cut into `num_shares`, one for each part of each process.
+        """Returns the micro-batch number `index` of `num_shares`: every `num_shares`-th sequence, beginning with `index`.
 
-        A batch of fewer sequences than shares leaves some shares empty. Such a share is the first sequence without anchors: its
-        process computes like the others, and its loss is 0.
+        There is a share for each process and gradient accumulation step. With fewer sequences than shares, a share without a
+        sequence of its own is the first sequence without anchors: its process runs the same forward, and its loss is 0.
         """
         if index < len(self.input_ids):
             own = [tensor[index::num_shares] for tensor in self]
@@ -101,12 +105,12 @@ class BatchPlan:
     """How data is cut into batches and blocks.
 
     Attributes:
-        num_anchors: Blocks per document at most.
-        batch_tokens: Columns of a batch, padding included; one sequence at least.
-        seed: Of the order and of the anchors.
-        pad_token_id: Fills sequences up.
-        pack_length: Documents side by side in sequences of this width. Default: a sequence each.
-        rejected_share: Share of a document's anchors that are drawn from its `rejected` ones.
+        num_anchors: Largest number of blocks per document.
+        batch_tokens: Largest number of tokens per batch, padding included. A longer sequence is a batch of its own.
+        seed: Seed of the order of documents and of the anchors.
+        pad_token_id: Token id of the padding.
+        pack_length: Width of sequences into which documents are packed. Default: one document per sequence.
+        rejected_share: Share of a document's anchors that is drawn from its `rejected` ones.
     """
 
     num_anchors: int
@@ -124,18 +128,18 @@ def collate(
     sequences: Sequence[Sequence[int]] | None = None,
     width: int = 0,
 ) -> Batch:
-    """Examples and their anchors as tensors, padded to a multiple of `WIDTH_STEP` and to `width`.
+    """Returns examples and their anchors as a [`Batch`], padded to a multiple of `WIDTH_STEP` and at least to `width`.
 
     Args:
         examples: The documents, by number.
-        anchors: Each document's own, counted from its first token.
-        pad_token_id: Fills sequences up.
-        sequences: The documents of each sequence, by number. Default: one each.
-        width: Columns at least.
+        anchors: Anchors of each document, by the same number, counted from the document's first token.
+        pad_token_id: Token id of the padding.
+        sequences: For each sequence the numbers of its documents. Default: one document per sequence.
+        width: Smallest number of columns.
     """
     if sequences is None:
         sequences = [[number] for number in range(len(examples))]
-    rows = [_side_by_side(examples, anchors, sequence) for sequence in sequences]
+    rows = [_packed(examples, anchors, sequence) for sequence in sequences]
     token_ids, loss_masks, documents, columns = zip(*rows, strict=True)
     longest = max(map(len, token_ids))
     width = max(width, _padded(longest))
@@ -148,8 +152,8 @@ def collate(
     )
 
 
-def _side_by_side(examples: Any, anchors: Any, sequence: Sequence[int]) -> tuple[list[int], ...]:
-    """The token ids, loss mask, document ids and anchors of one sequence."""
+def _packed(examples: Any, anchors: Any, sequence: Sequence[int]) -> tuple[list[int], ...]:
+    """Concatenates the documents of a sequence; returns its token ids, loss mask, document ids and anchor columns."""
     token_ids: list[int] = []
     loss_mask: list[int] = []
     documents: list[int] = []
@@ -173,16 +177,17 @@ def _padded(length: int) -> int:
 
 
 def _pools(count: int, rng: random.Random, pool: int) -> Iterator[list[int]]:
-    """The numbers below `count` in random order, `pool` at a time."""
+    """Yields the numbers 0 to `count - 1` in random order, in lists of at most `pool`."""
     order = rng.sample(range(count), count)
     for begin in range(0, count, pool):
         yield order[begin : begin + pool]
 
 
 def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random, pool: int = POOL) -> list[list[int]]:
-    """One epoch's batches in random order: each of at most `batch_tokens` with padding, or of one longer sequence.
+    """Returns an epoch's batches as lists of indices, in random order: at most `batch_tokens` with padding, or one longer sequence.
 
-    Shuffled pools are sorted by length and cut: little is padding, and batches still differ from epoch to epoch.
+    Pools of shuffled sequences are sorted by length and cut, so that there is little padding and batches still differ between
+    epochs.
     """
     batches: list[list[int]] = []
     for numbers in _pools(len(lengths), rng, pool):
@@ -199,14 +204,15 @@ def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random,
 
 
 def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: int = POOL) -> list[list[int]]:
-    """One epoch's sequences in random order: documents that together fill at most `width` columns, or a longer one.
+    """Packs an epoch's documents into sequences of at most `width` tokens; returns each one's document numbers, in random order.
 
-    Each document of a shuffled pool, the longest first, goes into the first sequence with room for it.
+    The documents of a shuffled pool, longest first, go into the first sequence that has room. A document longer than `width` is a
+    sequence of its own.
     """
     sequences: list[list[int]] = []
     for numbers in _pools(len(lengths), rng, pool):
         room: list[int] = []
-        first = len(sequences)  # of this pool
+        first = len(sequences)  # index of the pool's first sequence
         for number in sorted(numbers, key=lambda number: -lengths[number]):
             length = lengths[number]
             has_room = [columns >= length for columns in room]
@@ -222,7 +228,7 @@ def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: 
 
 
 def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list[list[list[int]]]:
-    """The batches of an epoch as sequences of document numbers. The same plan and epoch give the same batches."""
+    """Returns an epoch's batches, each a list of sequences, each a list of document numbers; fixed by plan and epoch."""
     rng = random.Random(f"batches-{plan.seed}-{epoch}")
     width = plan.pack_length
     batches = []
@@ -241,10 +247,10 @@ def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list
 
 
 def epoch_batches(examples: Examples, epoch: int, plan: BatchPlan, first: int = 0) -> Iterator[Batch]:
-    """All examples once, with the anchors of this epoch, which counts from 0. The same plan and epoch give the same batches.
+    """Yields the batches of an epoch (from 0), which hold each example once; fixed by plan and epoch.
 
-    Batches before number `first` are left out, and cost nothing. The anchors of a document depend on the plan's seed, the epoch, the
-    document and its number, and not on its batch or on a restart.
+    Batches before number `first` are skipped, and their examples are not read. A document's anchors depend on the plan, the epoch,
+    the document and its index in `examples`, not on its batch or on a restart.
     """
     width = _padded(plan.pack_length or 0)
     batches = epoch_sequences(lengths_of(examples), epoch, plan)

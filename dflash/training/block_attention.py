@@ -1,7 +1,7 @@
 """Attention of many blocks to one context and of each block to itself, without the scores that a dense mask would discard.
 
-All blocks of a sequence are in one forward, and a query sees the context and its own block alone. The memory of dense scores
-grows with the square of the number of blocks. Here it grows with the number, and on a CPU scores of the context are not held.
+All blocks of a sequence run in one forward, in which a query sees only the context and its own block. The memory of dense scores
+grows with the square of the number of blocks; here it grows linearly, and on a CPU the context's scores are never stored.
 """
 
 from functools import partial
@@ -16,20 +16,21 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .fused_attention import FusedBlocks
 
 
-# Its name in a forward. Its masks are [B, 1, R, S + N]: the context's keys, then those of the query's own block.
+# The name of this attention as `attn_implementation`. Its masks are [B, 1, R, S + N]: a query's mask over the context's keys, then
+# over the keys of its own block.
 BLOCKWISE = "blockwise"
 
-# Scores that are held at a time: 64 MiB in fp32. More blocks than that are computed one part after another.
+# Largest number of attention scores in memory at a time: 64 MiB in fp32. If all blocks need more, they are computed in chunks.
 MOST_SCORES = 2**24
 
-# Devices with a fused kernel whose output can be joined with the block's own.
+# Types of devices with a fused kernel whose output can be merged with a block's attention to itself.
 FUSED = ("cpu",)
 
 
 class Blocks(NamedTuple):
-    """What the queries of A blocks read: the context, and each its own block.
+    """Queries of A blocks, and the keys and values that they see: the context's, and those of each query's own block.
 
-    The H / G heads that share keys and values are a dimension of the query.
+    G of the H heads have keys and values of their own. The H / G heads that share them are a dimension of the query.
     """
 
     query: Tensor  # [B, G, H / G, A, N, E]
@@ -50,7 +51,7 @@ def blockwise_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [B, R, H, E]
-    """The same output as attention with the dense mask [B, 1, R, S + R], up to rounding."""
+    """Returns the output of attention with the dense mask [B, 1, R, S + R], up to rounding, and `None` for the weights."""
     batch, heads, num_rows, size = query.shape
     groups = key.shape[1]
     length = key.shape[2] - num_rows
@@ -71,15 +72,15 @@ def blockwise_attention(
         block_value.unflatten(2, (-1, block_size)),
         attention_mask,
     )
-    output = _fused(blocks) if is_fused(query.device, dropout) else _in_parts(blocks, dropout)
+    output = _fused(blocks) if is_fused(query.device, dropout) else _in_chunks(blocks, dropout)
     output = output.permute(0, 3, 4, 1, 2, 5)  # [B, A, N, G, H / G, E]
     return output.reshape(batch, num_rows, heads, size), None
 
 
 def _fused(blocks: Blocks) -> Tensor:  # of the shape of query
-    """The output by a kernel that holds no scores of the context.
+    """Computes the attention of all blocks with a fused kernel, which never stores the scores of the context.
 
-    Heads that share keys take turns, so that keys and values are not repeated.
+    The heads that share keys run one after another, so that keys and values need not be repeated.
     """
     length = blocks.context_key.shape[2]
     block_size = blocks.block_key.shape[3]
@@ -91,7 +92,7 @@ def _fused(blocks: Blocks) -> Tensor:  # of the shape of query
             blocks.context_key,
             blocks.context_value,
             context_mask,
-            # Of strided turns Inductor takes the kernel's strides for constants, and another number of blocks raises.
+            # For strided queries Inductor compiles their strides as constants, and another number of blocks then raises.
             turn.contiguous(),
             blocks.block_key,
             blocks.block_value,
@@ -101,10 +102,10 @@ def _fused(blocks: Blocks) -> Tensor:  # of the shape of query
     return torch.stack(outputs, dim=2)
 
 
-def _in_parts(blocks: Blocks, dropout: float) -> Tensor:  # of the shape of query
-    """The output of all blocks, or of some after others where their scores would be more than `MOST_SCORES`.
+def _in_chunks(blocks: Blocks, dropout: float) -> Tensor:  # of the shape of query
+    """Computes the attention of all blocks at once, or in chunks of blocks if there are more than `MOST_SCORES` scores.
 
-    The backward pass of the latter computes the scores again, so that they are never held whole.
+    The backward pass recomputes the scores of each chunk, so that all scores are never in memory together.
     """
     # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
     shared, num_blocks, block_size = blocks.query.shape[2:5]
@@ -133,7 +134,7 @@ def _in_parts(blocks: Blocks, dropout: float) -> Tensor:  # of the shape of quer
 
 
 def is_fused(device: torch.device, dropout: float) -> bool:
-    """Whether no scores of the context are held on `device`."""
+    """Whether blockwise attention on `device` uses the fused kernel, which stores no scores of the context."""
     return device.type in FUSED and not dropout
 
 
@@ -146,7 +147,7 @@ def _attend(
     context_value: Tensor,  # likewise
     dropout: float,
 ) -> Tensor:  # of the shape of rows
-    """The attention output of some blocks."""
+    """Computes the attention of some blocks to the context and to themselves, with all scores in memory."""
     length = context_key.shape[2]
     block_size = block_key.shape[3]
     blocks_and_rows = rows.shape[2:4]

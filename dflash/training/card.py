@@ -1,4 +1,4 @@
-"""The model card of a trained drafter: what it is, how it was trained, and what was measured meanwhile."""
+"""Writes the model card of a trained drafter: what it is, how it was trained, and what was measured during training."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from dflash.common.messages import counted
 from .settings import Facts
 
 
-# Filled from the facts of `training.json` and a few texts.
+# A template, filled from the content of `training.json` and a few texts of `model_card`.
 TRAINING = """
 ## Training
 
@@ -29,7 +29,7 @@ ANSWERS = """Its answers were written by {target} {manner}, thinking {thinking},
 
 
 def model_card(config: Any, name: str, facts: Facts) -> str:
-    """The README.md of a trained drafter, filled from its `training.json`."""
+    """Returns the text of a trained drafter's README.md. `facts` is the content of its `training.json`."""
     answers = facts.get("answers")
     command = facts.get("command")
     source = facts.get("data_name")
@@ -68,7 +68,7 @@ def _point_line(point: Facts) -> str:
 
 
 def adaptation_lines(facts: Facts) -> list[str]:
-    """What was adapted, under which licence, and the acceptance before and after, by texts and by position."""
+    """Returns lines of Markdown: the adapted drafter and its licence, and a table of each domain's acceptance before and after."""
     origin, curve = facts["adapted"], facts["curve"]
     licence = facts.get("init_licence")
     permission = " The licence allows no derivatives: who made this one stated to have permission."
@@ -93,7 +93,7 @@ def _shares(figures: Facts) -> str:
 
 
 def _licence_text(stated: str | None, facts: Facts) -> str:
-    """The licence of the drafter of `init`, or that none is known; empty where the card states a licence already."""
+    """A sentence on the licence of the initial drafter (`init`), or that none was stated; empty if the card says it already."""
     inherited = facts.get("init_licence")
     if inherited is None:
         return "" if stated else "No licence was stated for these weights.\n"
@@ -103,7 +103,7 @@ def _licence_text(stated: str | None, facts: Facts) -> str:
 
 
 def _answers_text(answers: Facts) -> str:
-    """How the answers in the data were written, by the manifest beside it."""
+    """A paragraph on how the answers in the data were generated. `answers` is the manifest of `dflash regenerate`."""
     settings, source = answers["settings"], answers["data"]
     manner = "greedily"
     if settings["temperature"]:

@@ -1,6 +1,6 @@
-"""Writes the files of a run: the best checkpoint with its facts and card and, until the run is complete, the training state.
+"""Writes the files of a run: the best checkpoint with `training.json` and model card and, until the run is complete, its state.
 
-The facts are the curve, and what a reader needs to repeat the run: models, data and versions by name and fingerprint.
+`training.json` holds the curve, and what a reader needs to repeat the run: models, data and versions by name and fingerprint.
 """
 
 import copy
@@ -32,17 +32,17 @@ from .training_state import public_settings, remove_state, save_state, saving, s
 
 @dataclass
 class TrainingRecord:
-    """The result of a run: one point of the curve per measurement.
+    """The result of a run: what was measured, and which checkpoint was kept.
 
     Attributes:
-        curve: Points in order.
+        curve: A point for each measurement, in order: a dict with `step`, the training counts and the acceptance.
         best_step: Step of the checkpoint that was kept.
-        best_tau: Its acceptance on the held-out prompts, NaN if there were none.
-        seconds: From start to end with measurements and saving, without loading. A resumed run counts each start up to the
-            state from which the next one went on.
+        best_tau: Tau of this checkpoint on the held-out prompts, NaN if there were none.
+        seconds: Duration of the run with measurements and saving, without loading. Of a resumed run, the sum over its starts,
+            each counted up to the training state from which the next one continued.
         stopped_at: The step at which a signal ended the run; `None` if it is complete.
-        signal: That signal's number.
-        was_complete: Whether the run was complete before, so that there was nothing to resume.
+        signal: Number of the signal that this process received, if any.
+        was_complete: Whether the run was already complete when it was started again, so that nothing was trained.
     """
 
     curve: list[Facts] = field(default_factory=list)
@@ -55,7 +55,7 @@ class TrainingRecord:
 
     @classmethod
     def of_finished(cls, facts: Facts) -> "TrainingRecord":
-        """The record of a complete run, by its `training.json`."""
+        """Returns the record of a complete run from the content of its `training.json`, with `was_complete` set."""
         best_step, best_tau = facts["best_step"], math.nan
         for point in facts["curve"]:
             if point["step"] == best_step:
@@ -72,7 +72,7 @@ class TrainingRecord:
 def describe_inputs(
     target: PreTrainedModel, drafter: DFlashDraftModel, examples: Sequence[Example], held_out: Prompts
 ) -> Facts:
-    """Models, data and prompts by size and fingerprint, without a path of the machine."""
+    """Returns sizes and fingerprints of target, drafter, data and held-out prompts, without any local path."""
     shape = drafter.config.to_diff_dict()
     shape = {name: value for name, value in shape.items() if value is not None}
     for name in NOT_THE_MODEL & shape.keys():
@@ -91,7 +91,7 @@ def describe_inputs(
 
 
 def describe_run(trainer: Trainer, inputs: Facts, record: TrainingRecord) -> Facts:
-    """The facts of `training.json`: settings, inputs, versions and machine, and the curve that was measured."""
+    """Returns the content of `training.json`: settings, inputs, versions, machine, and the measured curve."""
     return {
         "settings": asdict(public_settings(trainer.settings)),
         "recipe": f"{trainer.settings.recipe_text()} ({trainer.rates})",
@@ -115,8 +115,8 @@ class Checkpointer:
 
     trainer: Trainer
     output: Path  # folder of the checkpoint
-    inputs: Facts  # of `describe_inputs`
-    provenance: Facts  # more facts for `training.json`
+    inputs: Facts  # what `describe_inputs` returned
+    provenance: Facts  # further entries of `training.json`
     record: TrainingRecord  # grows while the run goes on
     elapsed: Callable[[], float]  # seconds since this start of the run
 
@@ -124,19 +124,22 @@ class Checkpointer:
         self._seconds_before = self.record.seconds
 
     def save_checkpoint(self) -> None:
-        """Replaces the checkpoint in the output with the drafter of this step."""
+        """Replaces the checkpoint in `output` with the current drafter; after an OSError the older checkpoint stays."""
         whole = self.trainer.whole_drafter()
         if self.trainer.is_first:
             with saving("checkpoint", self.output):
                 save_drafter(whole, self.output, self._facts())
 
     def save_state(self, is_beginning: bool = False) -> None:
-        """Writes the training state. At the beginning it holds no tensors: it marks the output as that of an unfinished run."""
+        """Writes the training state beside `output`; after an OSError the older state stays.
+
+        With `is_beginning` it holds no tensors, and only marks `output` as that of an unfinished run.
+        """
         tensors = None if is_beginning else self.trainer.state()
         if self.trainer.is_first:
             self._read_clock()
             record = dict(vars(self.record))
-            for name in ("stopped_at", "signal", "was_complete"):  # of this start alone
+            for name in ("stopped_at", "signal", "was_complete"):  # which describe this start alone
                 del record[name]
             facts = {
                 "step": self.trainer.step_number,
@@ -149,7 +152,7 @@ class Checkpointer:
             save_state(state_folder(self.output), facts, tensors)
 
     def finish(self) -> None:
-        """Writes the whole curve beside the best checkpoint and deletes the training state."""
+        """Completes the run: writes the whole curve into `training.json` and model card, and deletes the training state."""
         if not self.trainer.is_first:
             return
         output = self.output
@@ -172,9 +175,9 @@ class Checkpointer:
 
 
 def save_drafter(drafter: DFlashDraftModel, folder: Path, facts: Facts, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes the checkpoint in `dtype` with `facts` as `training.json` and, for the facts of a run, the model card.
+    """Saves a copy of `drafter` in `dtype` to `folder`, with `facts` as `training.json` and, if they hold a curve, a model card.
 
-    After a kill or on a full disk the older checkpoint stays.
+    If the process is killed or the disk is full, the older checkpoint stays.
     """
     rounded: Any = copy.deepcopy(drafter)
     texts = _texts(drafter.config, folder.name, facts)
@@ -182,6 +185,6 @@ def save_drafter(drafter: DFlashDraftModel, folder: Path, facts: Facts, dtype: t
 
 
 def _texts(config: Any, name: str, facts: Facts) -> dict[str, str]:
-    """The texts of the files beside the weights: the facts and, for the facts of a run, the card."""
+    """Returns the texts of the files beside the weights by file name: `training.json` and, if `facts` hold a curve, `README.md`."""
     card = {"README.md": model_card(config, name, facts)} if "curve" in facts else {}
     return {"training.json": json.dumps(facts, indent=2) + "\n", **card}

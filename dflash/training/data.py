@@ -1,4 +1,4 @@
-"""Rows of text as token ids with a loss mask. It knows no model.
+"""Encodes rows of text as token ids with a loss mask, and mixes sources by weight. It knows no model.
 
 A row is a chat (`messages`, or ShareGPT's `conversations`), a `prompt` and its `completion`, plain `text`, or an answer of
 the target itself: `prompt_ids` and `response_ids`, which are taken token for token.
@@ -31,21 +31,22 @@ from .sources import FORMS, Source, read_rows
 
 # What ShareGPT calls the roles.
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-# One of this many rows has to be usable. A stream without a usable row would be read to its end.
+# At least one of the first rows, this many, has to be usable. A stream without a usable row would be read to its end.
 SEARCHED_ROWS = 10_000
 
 
 def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Example:
-    """The token ids of one row of data, written with the tokenizer's chat template.
+    """Returns one row of data as an [`Example`], encoded with the tokenizer's chat template.
 
     Args:
-        row: `messages` (or `conversations`), all of whose assistant turns are supervised; or `prompt` and `completion`, as text
+        row: `messages` (or `conversations`), in which every assistant turn is supervised; or `prompt` and `completion`, as text
             or as lists of messages; or `text`, supervised from its second token on; or `prompt_ids` and `response_ids`.
-        tokenizer: The target's tokenizer. Without a chat template a prompt is written as it is.
-        template_kwargs: For the chat template, such as `enable_thinking=False`.
+        tokenizer: The target's tokenizer. Without a chat template the text of a prompt is encoded as it is.
+        template_kwargs: Arguments of the chat template, such as `enable_thinking=False`.
 
     Raises:
-        ValueError: for a row of another form, or a chat template that does not mark what the assistant says.
+        ValueError: for a row of another form, or a chat template that does not mark what the assistant says. A malformed row may
+            raise other errors, which [`named_row`] turns into a ValueError.
     """
     row = {name: value for name, value in row.items() if value is not None}  # tables hold every column in every row
     if "response_ids" in row:
@@ -65,7 +66,7 @@ def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Ex
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Facts] | None:
-    """The messages of a chat, which ShareGPT calls conversations; `None` for a row that is no chat."""
+    """Returns the messages of a chat, also of ShareGPT's form (`conversations`); `None` for a row that is no chat."""
     if row.get("messages") is not None:
         return chat_messages(row["messages"])
     if row.get("conversations") is None:
@@ -78,7 +79,7 @@ def messages_of(row: Mapping[str, Any]) -> list[Facts] | None:
 
 
 def chat_messages(messages: Any) -> list[Facts]:
-    """The messages of a row in new dictionaries; ValueError unless they are a list of objects."""
+    """Copies the messages of a row into new dicts; ValueError unless they are a list of objects with well-formed text."""
     is_text_or_object = isinstance(messages, (str, Mapping))
     is_list = isinstance(messages, Iterable) and not is_text_or_object
     are_objects = is_list and all(isinstance(message, Mapping) for message in messages)
@@ -122,7 +123,10 @@ def _encode_completion(prompt: Any, completion: Any, tokenizer: Any, template_kw
 
 
 def encode_prompt(prompt: Any, tokenizer: Any, **template_kwargs: Any) -> list[int]:
-    """Token ids of one user message, or of a list of messages, up to where the assistant begins."""
+    """Returns the token ids of a user's text, or of a list of messages, up to where the assistant's answer begins.
+
+    ValueError if there is no chat template for messages, or if the template writes nothing.
+    """
     if isinstance(prompt, str):
         if getattr(tokenizer, "chat_template", "") is None:
             return _token_ids(prompt, tokenizer)
@@ -154,7 +158,7 @@ def _end(tokenizer: Any) -> list[int]:
 def with_response(
     prompt_ids: Sequence[int], response_ids: Sequence[int], response_mask: Sequence[int] | None = None
 ) -> Example:
-    """A prompt and its response, supervised where `response_mask` is 1; without a mask all of the response is."""
+    """Returns an example of a prompt and its response. The response is supervised where `response_mask` is 1, by default all."""
     if response_mask is None:
         response_mask = [1] * len(response_ids)
     prompt_mask = [0] * len(prompt_ids)
@@ -162,7 +166,7 @@ def with_response(
 
 
 def write_examples(path: Path, examples: Iterable[Example]) -> None:
-    """Writes single-turn examples as JSON lines of `prompt_ids` and `response_ids`."""
+    """Writes single-turn examples to a new file of JSON lines with `prompt_ids` and `response_ids`, without their masks."""
     with path.open("w") as file:
         for example in examples:
             prompt_ids = example.prompt_ids
@@ -174,7 +178,7 @@ def write_examples(path: Path, examples: Iterable[Example]) -> None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """How many usable examples to take from the beginning of a source, and the bounds of their length in tokens."""
+    """How many usable examples to take from the beginning of a source, and how many tokens a usable one may have."""
 
     samples: int
     shortest: int = 1
@@ -198,20 +202,21 @@ def load_examples(
     wanted: Wanted | None = None,
     **template_kwargs: Any,
 ) -> list[Example]:
-    """The examples of any source, in its order.
+    """Reads a source and returns its rows as encoded examples, in the source's order.
 
     Args:
         source: A file of JSON lines; a parquet, csv, arrow or text file, a folder of `Dataset.save_to_disk` or an id on the
             Hub (`name` or `name:configuration`), which `datasets` reads; or rows, such as a `Dataset`.
-        tokenizer: That of the target. Rows of ids need none.
+        tokenizer: The target's tokenizer. Rows of token ids need none.
         split: The split of a data set that has several.
         max_length: Longer sequences are cut to this number of tokens.
         streaming: Read a data set only as far as `wanted` asks, without downloading it whole.
-        wanted: Read to this number of usable examples; those before them that are not usable are returned too.
-        template_kwargs: For the chat template, such as `enable_thinking=False`.
+        wanted: Stop after this number of usable examples. Unusable examples among them are returned too.
+        template_kwargs: Arguments of the chat template, such as `enable_thinking=False`.
 
     Raises:
-        ValueError: for a source without rows or without a usable one among many, or a row that `encode` refuses, by its number.
+        ValueError: for a source without rows, one without a usable row among the first `SEARCHED_ROWS` if `wanted` is given, or a
+            row that `encode` refuses; the message names the row's number.
         FileNotFoundError: for a file or data set that does not exist.
     """
     if isinstance(source, (str, os.PathLike)):
@@ -239,7 +244,7 @@ def encoded(
     wanted: Wanted | None,
     template_kwargs: Mapping[str, Any],
 ) -> Iterator[Example]:
-    """The examples of rows, one by one; arguments and errors as of [`load_examples`]."""
+    """Yields each row's example until `wanted` is satisfied; arguments and errors are those of [`load_examples`]."""
     number = num_usable = 0
     for number, row in enumerate(rows, start=1):
         with named_row(number, name):
@@ -265,7 +270,7 @@ def encoded(
 
 
 def parts_of(data: Source | Sequence[Source]) -> list[tuple[str, float | None]]:
-    """The sources of a mix with their weights: `["a.jsonl:0.7", "org/name:0.3"]`. A source without a weight has `None`.
+    """Splits texts such as `"a.jsonl:0.7"` into pairs of source and weight. The weight is `None` if the text has none.
 
     Raises:
         ValueError: for no source, a weight that is not above 0, or a weight of some sources only.
@@ -297,10 +302,13 @@ def _weighted(text: str) -> tuple[str, float | None]:
 def mixed(
     parts: Sequence[Examples], weights: Sequence[float | None], settings: TrainingSettings
 ) -> tuple[Examples, Counter[str]]:
-    """The examples of all parts that the settings keep, by their weights, and how many are left out for which reason.
+    """Joins the examples that the settings keep, mixed by `weights`; also returns how many are left out, by reason.
 
-    Weights are shares of the sequences. The part that is smallest for its weight is taken whole; of the others as many are
-    drawn by the seed as the weights say. Without weights all are taken. ValueError for a part of which nothing is left.
+    Weights are shares of the number of sequences. The part that is smallest for its weight is used whole, and from each other part
+    as many examples are drawn at random as its weight allows. Without weights all are used.
+
+    Raises:
+        ValueError: if the settings keep no example of a part.
     """
     digests: set[bytes] = set()
     left_out: Counter[str] = Counter()
@@ -330,12 +338,12 @@ def mixed(
 
 
 def in_words(left_out: Counter[str]) -> str:
-    """How many examples are left out, by reason: `3 shorter than 8 tokens, 1 repeats of another one`."""
+    """The numbers of examples left out as text, such as `3 shorter than 8 tokens, 1 repeats of another one`."""
     return ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
 
 
 def _drawn(places: list[list[int]], shares: list[float], seed: int) -> list[list[int]]:
-    """Some places of each part, so that the parts have these shares and one part is taken whole."""
+    """Draws indices from each part of `places`, so that the numbers drawn have the ratio of `shares` and one part is drawn whole."""
     unit = min(map(truediv, map(len, places), shares))
     drawn = []
     for number, share in enumerate(shares):
@@ -346,7 +354,7 @@ def _drawn(places: list[list[int]], shares: list[float], seed: int) -> list[list
 
 
 def _reason(part: Examples, place: int, length: int, settings: TrainingSettings, digests: set[bytes]) -> str | None:
-    """Why the example at `place` is left out, `None` if it is kept; the digest of its tokens is added to `digests`."""
+    """Why the example at index `place` is left out, or `None` to keep it. Hashes of examples that are kept go into `digests`."""
     if length < (settings.min_length or 0):
         return f"shorter than {settings.min_length} tokens"
     if settings.longest is not None and length > settings.longest:
@@ -363,7 +371,7 @@ def _reason(part: Examples, place: int, length: int, settings: TrainingSettings,
 
 @contextmanager
 def named_row(number: int, name: str) -> Iterator[None]:
-    """Turns an error in the body, which reads a row, into a ValueError of one sentence with the number of the row."""
+    """Inside the `with`, turns an error about a bad row into a ValueError that names the row's `number` and its source."""
     try:
         yield
     except ValueError as error:
@@ -376,7 +384,7 @@ def named_row(number: int, name: str) -> Iterator[None]:
 
 
 def stop_ids(generation_config: Any) -> set[int]:
-    """The ids that end a text."""
+    """Returns the set of token ids that end a text; empty if the config has no `eos_token_id`."""
     stops = getattr(generation_config, "eos_token_id", None)
     if stops is None:
         return set()

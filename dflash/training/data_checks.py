@@ -1,4 +1,4 @@
-"""Refuses data and tokens that cannot be trained on, in one sentence with the value and the remedy, before anything is computed."""
+"""Checks data, mask token and tokenizer before training. Each error is one sentence with the value and the remedy."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .examples import Examples, Prompts, lengths_of, selected
 def usable(
     examples: Examples, drafter: DFlashDraftModel, target: PreTrainedModel, announce: Announce = say_nothing
 ) -> Examples:
-    """The examples that are as long as a block and have a valid anchor; `announce` is told how many are left out.
+    """Returns the examples that have a valid anchor and are at least a block long; announces how many are left out.
 
     Raises:
-        ValueError: if nothing is left, for a mask token that means something to the target, or if a token id is unknown to the
-            target or is the mask's.
+        ValueError: if no example is left, if the mask token has another use in the target, or if an example holds the mask token
+            or an id outside the target's vocabulary.
     """
     config, block_size = text_config(target), drafter.config.block_size
     mask_token_id = drafter.config.mask_token_id or 0
@@ -67,7 +67,7 @@ def usable(
 
 
 def _check_tokens(token_ids: array[int], name: str, mask_token_id: int, vocab_size: int) -> None:
-    """Raises ValueError for an id beyond the target's vocabulary, or for the mask's."""
+    """Raises ValueError if `token_ids` hold an id outside the target's vocabulary, or the mask token."""
     for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token_id < vocab_size:
             raise ValueError(
@@ -77,13 +77,13 @@ def _check_tokens(token_ids: array[int], name: str, mask_token_id: int, vocab_si
     if mask_token_id in token_ids:
         raise ValueError(
             f"{name} holds the mask token ({mask_token_id}, at position {token_ids.index(mask_token_id)}), "
-            "which the drafter would take for one to be filled in: choose a mask_token_id that never occurs in text, or "
+            "which the drafter would read as a position to fill: choose a mask_token_id that never occurs in text, or "
             "take that sequence out."
         )
 
 
 def check_lengths(examples: Examples, prompts: Prompts, positions: int | None) -> None:
-    """Raises ValueError for a sequence beyond the target's positions, or a held-out prompt that leaves no room for an answer."""
+    """Raises ValueError for a sequence longer than the target's `positions`, or a held-out prompt that leaves none for an answer."""
     if positions is None:
         return
     longest = max(lengths_of(examples), default=0)
@@ -100,7 +100,7 @@ def check_lengths(examples: Examples, prompts: Prompts, positions: int | None) -
 def check_mask_token(
     mask_token_id: int, vocab_size: int, pad_token_id: int | None, eos_token_ids: Collection[int]
 ) -> None:
-    """Raises ValueError if the target has no such token, or if the token means something to it already."""
+    """Raises ValueError if the mask token is outside the vocabulary, or is the padding or an end-of-text token."""
     if not 0 <= mask_token_id < vocab_size:
         raise ValueError(
             f"mask_token_id={mask_token_id} is no id of the target: choose one from 0 to {vocab_size - 1} that never occurs in "
@@ -121,8 +121,8 @@ def check_mask_token(
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
     """Raises ValueError if the tokenizer cannot belong to a target with `vocab_size` embedding rows.
 
-    Targets have spare rows, but fewer than used ones. A tokenizer may know a few tokens more, which a text-only target of a
-    multimodal family never reads: such an id is refused where it occurs.
+    An embedding may have unused rows, but more than half must be used. A tokenizer may have up to 1 % more tokens than rows, such
+    as image tokens that a text-only target never reads: such an id is refused where it occurs in the data.
     """
     size = len(tokenizer)
     if not vocab_size / 2 < size <= vocab_size * 1.01:

@@ -1,4 +1,4 @@
-"""Whether this process computes on the CPU, and whether in bf16: both decide defaults."""
+"""Whether this process computes on the CPU, and whether bf16 is fast on this machine. Defaults depend on both."""
 
 import os
 from typing import Any
@@ -12,9 +12,9 @@ BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 
 
 def is_cpu_alone() -> bool:
-    """Whether to compute on the CPU: without an accelerator, or with one on which processes cannot communicate (MPS).
+    """Whether to compute on the CPU: there is no accelerator, or several processes would use MPS, where they cannot communicate.
 
-    Otherwise accelerate would start several separate runs of one process there.
+    With MPS, accelerate would treat each of these processes as a run of its own.
     """
     if not torch.accelerator.is_available():
         return True
@@ -23,7 +23,7 @@ def is_cpu_alone() -> bool:
 
 
 def computes_in_bf16() -> bool:
-    """Whether products in bf16 are as fast as in fp32: not where they are emulated, as on an x86 CPU without `BF16_INSTRUCTIONS`."""
+    """Whether this machine multiplies in bf16 natively. An x86 CPU without `BF16_INSTRUCTIONS`, for example, emulates it slowly."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if torch.accelerator.is_available() and not is_cpu_alone():

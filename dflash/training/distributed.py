@@ -1,6 +1,6 @@
-"""A drafter over several processes: whole in each or sharded (FSDP2), and its state as one process would have it.
+"""Training in several processes: a drafter that is replicated or sharded (FSDP2), and its training state in unsharded form.
 
-Losses, gradients and counts are joined as sums.
+Losses, gradients and counts are summed over the processes.
 """
 
 import copy
@@ -30,12 +30,12 @@ from .settings import Facts
 
 
 def asked_sharding(accelerator: Accelerator) -> Facts | None:
-    """The options of `fully_shard` in the configuration of accelerate; `None` if it asks for whole models.
+    """Returns the options of `fully_shard` that accelerate's configuration asks for; `None` if it asks for no sharding.
 
-    Its precision and activation checkpointing are not read: the trainer has settings of its own for them.
+    Precision and activation checkpointing of that configuration are ignored: the trainer has settings of its own for them.
 
     Raises:
-        ValueError: for DeepSpeed, Megatron, the first FSDP, or parameters on the CPU.
+        ValueError: for DeepSpeed, Megatron, FSDP 1, or parameters that are offloaded to the CPU.
     """
     kind, subject = accelerator.distributed_type, "accelerate's configuration asks for"
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
@@ -53,27 +53,30 @@ def asked_sharding(accelerator: Accelerator) -> Facts | None:
 
 
 def shard_drafter(drafter: DFlashDraftModel, **options: Any) -> None:
-    """Shards a drafter in place: each layer is gathered when it runs, the rest when the forward begins.
+    """Shards a drafter in place: each layer is gathered when it runs, all other weights when the forward begins.
 
-    The `options` of `fully_shard` apply to the layers alone, because other weights are read after the forward too.
+    The `options` of `fully_shard` apply to the layers alone, because the other weights are read after the forward too.
     """
     shard_layers(drafter.layers, **options)
     fully_shard(drafter)
 
 
 def shard_layers(layers: Iterable[nn.Module], **options: Any) -> None:
-    """Shards layers alone. The embedding and head of a target stay whole, because the drafter calls them too."""
+    """Shards each of `layers` in place. A target's embedding and head are not sharded, because the drafter calls them too."""
     for layer in layers:
         fully_shard(layer, **options)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether some weights of `model` are sharded."""
+    """Whether any weight of `model` is sharded."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def full_state(drafter: nn.Module, optimizers: Sequence[Optimizer]) -> Facts:
-    """Weights and optimiser states by the names of parameters. All processes must call it; the first one has the sharded tensors."""
+    """Returns the unsharded state dicts of the drafter, as `drafter`, and of each optimiser, as `optimizers`.
+
+    All processes must call it. If the drafter is sharded, only the first one gets the tensors.
+    """
     options = StateDictOptions(full_state_dict=True, cpu_offload=is_sharded(drafter))
     return {
         "drafter": get_model_state_dict(drafter, options=options),
@@ -82,14 +85,17 @@ def full_state(drafter: nn.Module, optimizers: Sequence[Optimizer]) -> Facts:
 
 
 def load_full_state(drafter: nn.Module, optimizers: Sequence[Optimizer], state: Facts) -> None:
-    """Loads the optimisers of a `full_state`. Its weights must be loaded earlier, before the drafter is sharded."""
+    """Loads the optimiser states of a `full_state` into `optimizers`. Load its weights earlier, before the drafter is sharded."""
     options = StateDictOptions(full_state_dict=True)
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         set_optimizer_state_dict(drafter, optimizer, saved, options=options)
 
 
 def whole_copy(drafter: DFlashDraftModel) -> DFlashDraftModel:
-    """The drafter as it decodes and is saved. A sharded one, or one with changes of low rank, is copied in each process."""
+    """Returns the drafter unsharded and with low-rank updates merged, to decode or save. All processes must call it.
+
+    The result is a copy if the drafter is sharded or has such updates, else `drafter` itself.
+    """
     if is_changed(drafter):
         return merged(drafter)
     if not is_sharded(drafter):
@@ -102,10 +108,10 @@ def whole_copy(drafter: DFlashDraftModel) -> DFlashDraftModel:
 def join_gradients(
     accelerator: Accelerator, drafter: DFlashDraftModel, counts: DraftCounts, stop: bool
 ) -> tuple[float, bool]:
-    """Divides the gradients of all processes' loss sums by the sum of the weights; gives the mean loss, and whether a process stops.
+    """Replaces the gradients of each process's loss sum by those of the mean loss over all processes, in place.
 
-    All are summed in one message, because the sum of many small tensors is mostly latency. FSDP has already summed the
-    gradients of a sharded drafter.
+    Returns this mean loss, and whether any process passed `stop`. Everything is summed in one message, because summing many small
+    tensors is mostly latency. The gradients of a sharded drafter were already summed by FSDP.
     """
     wish = counts.loss_sum.new_tensor(float(stop))
     figures = torch.stack([counts.loss_sum, counts.weight_sum, wish])
@@ -131,13 +137,16 @@ def join_gradients(
 
 
 def counts_of_each(accelerator: Accelerator, counts: DraftCounts) -> dict[str, Tensor]:
-    """The counts of each process, in order. Their sum would round another way when a resumed run adds to it."""
+    """Gathers the counts of all processes: each tensor gets a leading dimension with one entry per process, on the CPU.
+
+    They are not summed, because a resumed run that adds to the sum would round another way.
+    """
     gathered = counts.each(lambda count: accelerator.gather(count[None]))
     return vars(gathered.each(Tensor.cpu))
 
 
 def counts_of_share(accelerator: Accelerator, saved: dict[str, Tensor]) -> DraftCounts:
-    """The share of this process in the counts that `counts_of_each` saved, on any number of processes."""
+    """Returns this process's share of the counts from `counts_of_each`. The shares of any number of processes add up to the total."""
     index = accelerator.process_index
     num_processes = accelerator.num_processes
 
@@ -149,7 +158,7 @@ def counts_of_share(accelerator: Accelerator, saved: dict[str, Tensor]) -> Draft
 
 
 def join_acceptances(accelerator: Accelerator, acceptance: AcceptanceCounts) -> AcceptanceCounts:
-    """The acceptance over the prompts of all processes."""
+    """Returns the acceptance counts summed over all processes."""
     counts = [acceptance.steps, acceptance.committed, acceptance.kept, *acceptance.accepted]
     tensor = torch.tensor(counts, device=accelerator.device)
     sums = accelerator.reduce(tensor, reduction="sum")

@@ -1,8 +1,8 @@
-"""Encoded sequences of a source, kept as a table in the cache of `datasets` and mapped from there by every later start.
+"""Keeps the encoded sequences of a source as a table in the cache of `datasets`, which every later start maps into memory.
 
-`datasets` writes, maps, selects and joins the tables. Two things are done here by hand. `Dataset.map` would read a source to its
-end, and JSON lines of several forms make no table, so rows are encoded one by one. `datasets` does not notice a damaged file, so
-the digest of each table is kept beside it.
+`datasets` writes, maps, selects and joins the tables. Two things it does not do. Rows are encoded here one by one, because
+`Dataset.map` would read a source to its end, and JSON lines of different forms fit no table. A hash of each table is kept beside
+it, because `datasets` does not notice a damaged file.
 """
 
 import json
@@ -23,9 +23,9 @@ from .examples import Example, Examples, ExampleTable
 from .sources import file_digest, open_source
 
 
-# Part of the key of a table. Another number makes all tables old: for a change of `encode` that gives the same rows other ids.
+# Part of each table's key. Raise it when `encode` changes the ids of the same rows: older tables are then no longer used.
 ENCODING = 2
-# A source of fewer rows has no table: encoding them is faster than importing `datasets` (0.6 s; a chat takes about 0.5 ms).
+# A source with fewer rows is not cached: encoding it is faster than importing `datasets` (0.6 s; a chat takes about 0.5 ms).
 CACHED_ROWS = 2000
 
 
@@ -40,11 +40,10 @@ def cached_examples(
     announce: Announce = say_nothing,
     **template_kwargs: Any,
 ) -> Examples:
-    """The examples of [`load_examples`], encoded once: `CACHED_ROWS` or more are kept in a table, which later starts read.
+    """Returns the examples of [`load_examples`]. A source of `CACHED_ROWS` rows or more is encoded once and cached on disk.
 
-    Processes that start together wait for the one that encodes. `announce` is told where the table is kept. Where it cannot be
-    kept, `announce` is told why, and every start encodes. Old tables are not deleted. Arguments and errors: as of
-    [`load_examples`].
+    Processes that start together wait for the one that encodes. `announce` is told where the table is kept or, if it cannot be
+    written, why every start encodes anew. Old tables are not deleted. Other arguments and errors are those of [`load_examples`].
     """
     opened = open_source(source, split, streaming)
 
@@ -88,7 +87,7 @@ def cached_examples(
 
 
 def tokenizer_rules(tokenizer: Any) -> str | None:
-    """A short hash of all that decides the ids of a text; `None` for a tokenizer that is written in Python."""
+    """Returns a short hash of all that decides the token ids of a text; `None` for a slow tokenizer (written in Python)."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -117,7 +116,7 @@ def tokenizer_rules(tokenizer: Any) -> str | None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether there is a table at `path` with the digest that was written after it."""
+    """Whether there is a table at `path` whose hash equals the one that was written after it."""
     digest = path.with_suffix(".digest")
     return path.exists() and digest.exists() and digest.read_text() == file_digest(path)
 

@@ -1,4 +1,4 @@
-"""Sequences to train on, in a list or in a table of `datasets`, which may be larger than memory. It knows no text and no model."""
+"""Token sequences to train on, as a list or a table of `datasets`, which may be larger than memory. It knows no text and no model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from .settings import Facts
 
 @dataclass(slots=True, init=False)
 class Example:
-    """One sequence as arrays, which take 5 bytes a token; in `mask_array` the tokens that the drafter learns to propose are 1.
+    """One training sequence: its token ids, and a mask that is 1 for each token that the drafter learns to propose.
 
-    `rejected` are the anchors of drafts that verification rejected, where a [`Trace`] recorded them.
+    `token_array` and `mask_array` take 5 bytes per token together. `rejected` holds the anchors of drafts that verification
+    rejected, if a [`Trace`] recorded them.
     """
 
     token_array: array[int]
@@ -31,12 +32,12 @@ class Example:
 
     @property
     def input_ids(self) -> list[int]:
-        """The token ids, in a new list."""
+        """The token ids as a new list."""
         return self.token_array.tolist()
 
     @property
     def loss_mask(self) -> list[int]:
-        """1 for a supervised token, else 0, in a new list."""
+        """For each token 1 if it is supervised, else 0, as a new list."""
         return self.mask_array.tolist()
 
     @property
@@ -46,7 +47,7 @@ class Example:
 
     @property
     def has_anchor(self) -> bool:
-        """Whether two supervised tokens follow each other, so that a block may begin here."""
+        """Whether a block may begin in this sequence: two supervised tokens follow each other."""
         return b"\1\1" in self.mask_array.tobytes()
 
     def __len__(self) -> int:
@@ -60,14 +61,14 @@ class Example:
         return f"Example({self.input_ids}, {self.loss_mask})"
 
     def cut(self, length: int) -> Example:
-        """The first `length` tokens."""
+        """Returns an example of the first `length` tokens; the example itself if it is not longer."""
         if len(self) <= length:
             return self
         rejected = [anchor for anchor in self.rejected if anchor < length]
         return Example(self.token_array[:length], self.mask_array[:length], rejected)
 
     def row(self) -> Facts:
-        """The example as a row of an [`ExampleTable`]."""
+        """Returns the example as a row of an [`ExampleTable`]: a numpy array for each column."""
         import numpy
 
         return {
@@ -78,14 +79,14 @@ class Example:
 
 
 class ExampleTable(Sequence[Example]):
-    """The examples of a table of `datasets`. Each access reads an example from the mapped file."""
+    """A sequence of examples in a table of `datasets`. Each access reads one example from the memory-mapped file."""
 
     def __init__(self, table: Any) -> None:
         self.table = table.with_format("arrow")
 
     @staticmethod
     def features() -> Any:
-        """The columns of such a table."""
+        """Returns the `datasets.Features` of the table: `input_ids`, `loss_mask` and `rejected`, each a list of integers."""
         import datasets
 
         ids, mask = datasets.Value("int32"), datasets.Value("int8")
@@ -111,8 +112,8 @@ class ExampleTable(Sequence[Example]):
         return Example(*fields)
 
     def lengths_in(self, name: str) -> Any:
-        """The length of each example's list in a column, as an array of pyarrow: the lists are not read."""
-        from pyarrow import compute  # which comes with `datasets`, as tables do
+        """Returns the length of each list in column `name` as an array of pyarrow. The lists themselves are not read."""
+        from pyarrow import compute  # installed with `datasets`
 
         column = self.table.select_columns(name)[:].column(name)
         return compute.list_value_length(column)
@@ -123,14 +124,14 @@ Prompts = Sequence[Sequence[int]]  # their token ids
 
 
 def lengths_of(sequences: Sequence[Sized]) -> list[int]:
-    """The length of each sequence; the examples of a table are not read."""
+    """Returns the length of each sequence as a list. Of a table only the lengths are read."""
     if isinstance(sequences, ExampleTable):
         return sequences.lengths_in("input_ids").to_pylist()
     return list(map(len, sequences))
 
 
 def has_rejected(examples: Examples) -> bool:
-    """Whether an example has anchors of drafts that verification rejected; the examples of a table are not read."""
+    """Whether any example records drafts that verification rejected. Of a table only list lengths are read."""
     if not isinstance(examples, ExampleTable):
         return any(example.rejected for example in examples)
     lengths = examples.lengths_in("rejected").to_numpy()
@@ -138,14 +139,14 @@ def has_rejected(examples: Examples) -> bool:
 
 
 def selected(examples: Examples, places: Iterable[int]) -> Examples:
-    """The examples at `places`, as a list or a table. A table copies no example."""
+    """Returns the examples at the indices `places`, as a list, or as a table if `examples` is one. A table copies no example."""
     if isinstance(examples, ExampleTable):
         return ExampleTable(examples.table.select(places))
     return [examples[place] for place in places]
 
 
 def joined(parts: Sequence[Examples]) -> Examples:
-    """The examples of all parts, one part after the other: a table if a part is one, else a list."""
+    """Concatenates the parts: to a table if one of them is a table, else to a list."""
     if not any(isinstance(part, ExampleTable) for part in parts):
         return [example for part in parts for example in part]
     import datasets
@@ -164,7 +165,7 @@ def _table(part: Examples) -> Any:
 
 
 def described(examples: Examples) -> Facts:
-    """The amount of data, and a short hash that tells one version of it from another. Each example is read once."""
+    """Returns the numbers of examples and tokens, the longest answer in tokens, and a fingerprint. Reads each example once."""
     answers = []  # supervised tokens of each example
     digest = hashlib.sha256()
     for example in examples:

@@ -1,7 +1,7 @@
-"""Features of the target for the data, written once: sharded safetensors, and a manifest with the facts of target and data.
+"""Keeps the target's hidden states of the data (features) on disk: sharded safetensors, and a manifest of target and data.
 
-A document's features depend on its own tokens alone, so its tokens are their key, whatever the batch. The manifest is
-written last: a folder without one is unfinished and is written again.
+A document's features depend on its own tokens alone, so they are found by a hash of these tokens. The manifest is written last:
+a folder without one is unfinished and is written again.
 """
 
 import hashlib
@@ -36,15 +36,15 @@ SHARD_BYTES = 2**30
 
 
 class CachedFeatures:
-    """Reads the target's states of a batch from a folder of `write_features`.
+    """Reads the target's hidden states for a batch from a folder that `write_features` wrote.
 
     Raises:
-        ValueError: if the manifest differs from the `expected` facts, of `facts_of`. The error names what differs.
+        ValueError: if the manifest differs from `expected`, the result of `facts_of`. The message names what differs.
     """
 
     def __init__(self, folder: Path, expected: Facts) -> None:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if not expected["has_last_states"]:  # states that nobody asks for may be there
+        if not expected["has_last_states"]:  # the folder may hold states that this run does not need
             expected = expected | {"has_last_states": manifest["has_last_states"]}
         before = {name: manifest.get(name) for name in expected}
         differences = changes(before, expected)
@@ -56,7 +56,10 @@ class CachedFeatures:
         self._shards = [safe_open(path, framework="pt") for path in paths]
 
     def __call__(self, batch: Batch, wants_states: bool = False) -> TargetStates:
-        """The states of every token of `batch`, on its device and in fp32; 0 for padding."""
+        """Returns the states of every column of `batch`, in fp32 on its device; 0 for padding.
+
+        With `wants_states` they include the last hidden states. KeyError for a document that is not in the folder.
+        """
         features = self._read("features", batch)
         return TargetStates(features, self._read("last_hidden_state", batch) if wants_states else None)
 
@@ -72,7 +75,7 @@ class CachedFeatures:
         return states.to(input_ids.device)
 
     def _rows(self, name: str, token_ids: list[int]) -> Tensor:
-        """The states of a document as they are stored, [S, …]."""
+        """Reads the tensor `name` of the document with these tokens, [S, width], in the dtype of the file."""
         key = key_of(token_ids)
         shard, begin, length = self._documents[key]
         end = begin + length
@@ -81,7 +84,7 @@ class CachedFeatures:
 
 
 def facts_of(target: FrozenTarget, examples: Examples, wants_states: bool, precision: str = "no") -> Facts:
-    """The facts that features depend on: target, layers, precision and data; and whether the last hidden states are there."""
+    """Returns what features depend on (target, its layers, precision, data) and whether they include the last hidden states."""
     return {
         "target": model_fingerprint(target.target),
         "target_layer_ids": list(target.drafter.config.target_layer_ids),
@@ -93,7 +96,7 @@ def facts_of(target: FrozenTarget, examples: Examples, wants_states: bool, preci
 
 
 def feature_bytes(target: FrozenTarget, examples: Examples, wants_states: bool) -> int:
-    """Bytes that the features of `examples` take on disk."""
+    """Returns the number of bytes that the features of `examples` take on disk. Repeated documents are stored once."""
     config = target.drafter.config
     num_states = len(config.target_layer_ids) + wants_states
     width = config.hidden_size * num_states
@@ -114,11 +117,12 @@ def write_features(
 ) -> None:
     """Writes the features of `examples` to `folder`, which is new, empty, or left unfinished by another write.
 
-    `facts` come from `facts_of`. They give the precision of the target's forward, and whether its last hidden states are written
-    too. The target reads `batch_tokens` at a time. `announce` is told how much will be written; with it, a bar shows the progress.
+    `facts` is the result of `facts_of`. It says in which precision the target runs, and whether its last hidden states are written
+    too. The target reads up to `batch_tokens` tokens per forward. `announce` is told how much is written; with `announce`, a bar
+    shows the progress.
 
     Raises:
-        ValueError: if the folder holds something else, or its disk has no room.
+        ValueError: if the folder holds other files, or its disk has no room.
         OSError: if the folder cannot be written.
     """
     size = feature_bytes(target, examples, facts["has_last_states"])
@@ -164,7 +168,7 @@ def _mebibytes(size: int) -> str:
 
 
 class _ShardWriter:
-    """Collects the states of documents and writes each shard when it is full."""
+    """Collects the states of documents, and writes them to a new shard whenever they reach `shard_bytes`."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self.shards: list[str] = []
@@ -174,7 +178,7 @@ class _ShardWriter:
         self._waiting: dict[str, list[Tensor]] = {}
 
     def add(self, document: Example, rows: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Adds the states of a document by name, [S, …]; what follows the length of the document is padding."""
+        """Adds a document's states, tensors [S, width] by name, without their right padding; a document that is known is skipped."""
         key = key_of(document.token_array)
         if key in self.documents:
             return
@@ -189,7 +193,7 @@ class _ShardWriter:
             self.close_shard()
 
     def close_shard(self) -> None:
-        """Writes the states that are waiting, if there are any."""
+        """Writes the collected states to a shard, if there are any; OSError if it cannot be written."""
         if not self._waiting:
             return
         name = f"features-{len(self.shards):05d}.safetensors"
@@ -201,25 +205,25 @@ class _ShardWriter:
 
 
 def _clear(folder: Path) -> None:
-    """Makes `folder` and deletes what an unfinished write left in it; ValueError if it holds something else."""
+    """Makes `folder` and deletes the files of an unfinished write; ValueError if the folder holds any other file."""
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = {*folder.glob("*.safetensors"), *folder.glob(f".{MANIFEST}.*")}
     others = {*folder.iterdir()} - unfinished
     strangers = sorted(path.name for path in others)
     if strangers:
-        raise ValueError(f"{folder} holds {strangers[0]}, which is none of our features: give a new folder.")
+        raise ValueError(f"{folder} holds {strangers[0]}, which no write of features left there: give a new folder.")
     for path in unfinished:
         path.unlink()
 
 
 def key_of(input_ids: Sequence[int]) -> str:
-    """The key of a document's features."""
+    """Returns the key of a document's features: a hash of its token ids, 32 hexadecimal digits."""
     content = array("q", input_ids).tobytes()
     return hashlib.sha256(content).hexdigest()[:32]
 
 
 def documents_of(batch: Batch) -> Iterator[tuple[int, slice]]:
-    """The sequence and the columns of every document of a batch."""
+    """Yields for every document of a batch the index of its sequence and the slice of its columns."""
     for sequence, document_ids in enumerate(batch.document_ids.tolist()):
         for document in sorted({*document_ids} - {PADDING_DOCUMENT}):
             begin = document_ids.index(document)

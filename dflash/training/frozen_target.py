@@ -28,7 +28,7 @@ from .layout import packed_causal_mask, positions_in_documents
 from .settings import Facts
 
 
-# Attention that takes a 4-D mask, which keeps documents apart.
+# Attention implementations that accept a 4-D mask, by which packed documents do not see each other.
 PACKING_ATTENTION = ("eager", "sdpa")
 
 
@@ -36,18 +36,22 @@ PACKING_ATTENTION = ("eager", "sdpa")
 class TargetStates:
     """Hidden states of a target for a batch, on the drafter's device."""
 
-    features: Tensor  # [B, S, L * D], the tapped layers' states, concatenated in their order
-    last_hidden_state: Tensor | None = None  # [B, S, D], the head's input, where it was asked for
+    features: Tensor  # [B, S, L * D], the states of the layers that the drafter reads, concatenated
+    last_hidden_state: Tensor | None = None  # [B, S, D], the input of the target's head, if it was asked for
 
 
 def can_pack(target: PreTrainedModel) -> bool:
-    """Whether documents may stand side by side. Recurrent states, and attention without 4-D masks, would mix them."""
+    """Whether `target` can read packed documents. Recurrent layers, and attention without 4-D masks, would mix them."""
     is_attention = {*layer_types(target)} <= {"full_attention", "sliding_attention"}
     return is_attention and text_config(target)._attn_implementation in PACKING_ATTENTION
 
 
 class FrozenTarget:
-    """The forward of a frozen target over whole batches, with the hidden states that `drafter` reads. It freezes `target`."""
+    """Runs a target over batches and returns the hidden states that `drafter` reads. It freezes `target` in place.
+
+    Raises:
+        ValueError: if `drafter` does not belong to `target`.
+    """
 
     def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
         check_pair(target, drafter)
@@ -64,11 +68,13 @@ class FrozenTarget:
 
     @torch.no_grad()
     def __call__(self, batch: Batch, wants_states: bool = False) -> TargetStates:
-        """The states of every column of `batch`; each of its documents is read as if it stood alone.
+        """Returns the states of every column of `batch`, with the last hidden states if `wants_states`.
+
+        Packed documents do not see each other.
 
         Raises:
-            ValueError: for documents side by side that this target cannot keep apart, or if the last hidden states are wanted
-                and `logits` does not make the target's logits of them.
+            ValueError: for packed documents that this target cannot keep apart, or if `wants_states` and `logits` cannot compute the
+                target's logits from its last hidden states.
         """
         batch = batch.to(self.target.device)
         options = self._masks(batch.document_ids)
@@ -91,15 +97,15 @@ class FrozenTarget:
         return TargetStates(features, last_hidden_state)
 
     def head(self, states: Tensor) -> Tensor:
-        """The target's head over states [..., D]."""
+        """Applies the target's language-model head to states [..., D]; returns [..., V], before the scaling of `logits`."""
         return head(self.target, states)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Embeddings [..., D] of token_ids [...] by the target, as the drafter reads them, on its device."""
+        """Returns the target's embeddings [..., D] of token_ids [...], scaled as the drafter reads them, on its device."""
         return embed(self.target, self.drafter, token_ids)
 
     def logits(self, states: Tensor) -> Tensor:
-        """The target's logits [M, V] of its last states [M, D]."""
+        """Computes the target's logits [M, V] from its last hidden states [M, D], with the scaling and cap of its config."""
         logits, config = self.head(states), self.config
         factor = getattr(config, "logit_scale", 1.0)
         divisor = getattr(config, "logits_scaling", 1.0)
@@ -108,9 +114,10 @@ class FrozenTarget:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _masks(self, document_ids: Tensor) -> Facts:
-        """The `position_ids` and `attention_mask` that keep packed documents apart; empty if no sequence is packed.
+        """Returns the `position_ids` and `attention_mask` by which packed documents do not see each other; empty if none are.
 
-        A document that is alone needs no mask, because padding follows it.
+        A document that is alone in its sequence needs no mask, because only padding follows it. ValueError if the target cannot
+        keep documents apart.
         """
         if not (document_ids > 0).any():
             return {}
@@ -120,20 +127,23 @@ class FrozenTarget:
             layers = f", layers of type {', '.join(linear)}" if linear else ""
             raise ValueError(
                 f"{type(self.target).__name__} (attn_implementation={self.config._attn_implementation!r}{layers}) cannot keep "
-                "documents of one row apart: leave pack_length out, or load it with attn_implementation='sdpa' if it has "
+                "packed documents apart: leave pack_length out, or load it with attn_implementation='sdpa' if it has "
                 "attention layers only."
             )
         window = getattr(self.config, "sliding_window", None)
         windows = {"full_attention": None, "sliding_attention": window}
         masks = {
             name: packed_causal_mask(document_ids, windows[name], self.target.dtype)
-            for name in types or {"sliding_attention"}  # without types, a window is every layer's
+            for name in types or {"sliding_attention"}  # in a config without layer types, all layers have the window
         }
         mask: Any = masks if len(masks) > 1 else masks.popitem()[1]
         return {"position_ids": positions_in_documents(document_ids), "attention_mask": mask}
 
     def _check_head(self, states: Tensor, logits: Tensor) -> None:
-        """Raises ValueError for a family whose forward changes its logits in another way: drafters would learn wrong ones."""
+        """Raises ValueError unless `logits` of the last states [B, D] equals the target's own logits [B, V]. Checks only once.
+
+        A family whose forward changes its logits in another way would teach the drafter wrong ones.
+        """
         if self._is_head_known:
             return
         expected = logits.float()
@@ -141,7 +151,7 @@ class FrozenTarget:
         error = (computed - expected.to(states.device)).abs().max()
         if error > 0.05 * expected.std():
             raise ValueError(
-                f"The logits of {type(self.target).__name__} are not its head's over the last hidden state (they differ by "
+                f"The logits of {type(self.target).__name__} are not its head's output for the last hidden state (they differ by "
                 f"{error.item():.3g}): train with loss='ce', which does not read them."
             )
         self._is_head_known = True

@@ -1,8 +1,8 @@
-"""Blockwise attention on a CPU by torch's fused kernel, which never holds the scores of the context.
+"""Blockwise attention on a CPU with torch's fused kernel, which never stores the scores of the context.
 
-The kernel reads the context; the few scores of a block to itself are computed beside it. Both parts are joined by the logarithms
-of their softmax denominators, as in ring attention (arXiv 2310.01889): with the joint output and denominator, the kernel's own
-backward pass gives the gradients of the joint softmax.
+The kernel computes the attention to the context. The few scores of a block to itself are computed separately. The two results are
+merged by the logarithms of their softmax denominators, as in ring attention (arXiv 2310.01889). With the merged output and
+denominator, the kernel's own backward pass returns the gradients of the joint softmax.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class FusedBlocks(torch.autograd.Function):
-    """Softmax attention of `query` to the context's keys and those of its own block; without dropout; the caller has scaled `query`."""
+    """Softmax attention of `query`, which is already scaled, over the context's keys and its own block's keys; no dropout."""
 
     @staticmethod
     def forward(
@@ -30,7 +30,7 @@ class FusedBlocks(torch.autograd.Function):
         block_value: Tensor,  # likewise
         block_mask: Tensor,  # additive [B, 1, A, N, N]
     ) -> Tensor:  # of the shape of query
-        """The output of the joint softmax."""
+        """Returns the attention output: one softmax over the keys of the context and of the block."""
         flat = query.flatten(2, 3)
         output, context_logsumexp = _forward(
             flat,
@@ -57,7 +57,7 @@ class FusedBlocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of all but the masks."""
+        """Returns the gradients of queries, keys and values, and `None` for the masks."""
         (context_key, context_value, context_mask, query, block_key, block_value, block_mask, output, joint) = (
             ctx.saved_tensors
         )
@@ -85,7 +85,7 @@ class FusedBlocks(torch.autograd.Function):
 
 
 def _own_scores(query: Tensor, block_key: Tensor, block_mask: Tensor) -> Tensor:
-    """The scores of a block to itself, in fp32 at least: [B, H, A, N, N]."""
+    """Returns the masked attention scores of each block to itself, [B, H, A, N, N], in fp32 or a wider dtype."""
     return _wide(query @ block_key.mT) + block_mask
 
 

@@ -1,4 +1,4 @@
-"""A new drafter in the target's shape, with the taps, the block and the rope that the target asks for."""
+"""Makes a new drafter in the target's shape, with random or copied weights, and chooses its mask token."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from dflash.model.targets_dflash import decoder_layers, text_config
 from .settings import Facts
 
 
-# Fields that a drafter takes from its target unless told otherwise.
+# Config fields that a new drafter copies from its target by default.
 SHARED_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -35,25 +35,25 @@ SHARED_FIELDS = (
     "rope_parameters",
 )
 
-# Width of the heads of the published drafters. Narrower heads begin with scores as large as theirs.
+# Size of the published drafters' attention heads. Smaller heads are initialised so that their scores can be as large.
 HEAD_DIM = 128
-# Tokens of a block with its anchor, unless told otherwise.
+# Default number of tokens in a block, anchor included.
 BLOCK_SIZE = 16
 
-# Standard deviation of the table of Domino's head at first; 0.1 learned as well.
+# Initial standard deviation of the token table in Domino's head. With 0.1 it learned equally well.
 TABLE_STD = 0.3
 
 # Suffixes of the names of the weights that normalise queries and keys.
 NORMS_OF_SCORES = ("q_norm.weight", "k_norm.weight")
 
-# Names of mask tokens in vocabularies.
+# Usual texts of a mask token in a vocabulary.
 MASK_TOKENS = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
 
 
 def spread_taps(num_target_layers: int, num_taps: int = 5) -> list[int]:
-    """The tapped layers, spread as in the paper.
+    """Returns the indices of the target layers that a drafter reads (taps), spread as in the paper.
 
-    Where the paper gives fewer than `num_taps`, they are spread over all layers but the last. Small targets give fewer.
+    If the paper's rule gives fewer than `num_taps`, they are spread over all layers but the last. Small targets have fewer.
 
     Example:
         >>> spread_taps(36), spread_taps(5)
@@ -85,9 +85,9 @@ def new_drafter(
         mask_token_id: An id of the target's vocabulary that never occurs in text.
         num_hidden_layers: Depth of the drafter.
         block_size: Tokens in a block, anchor included.
-        num_taps: How many layers of the target it reads, as `spread_taps` chooses them.
-        sliding_window: Every layer sees so many positions. Default: all.
-        from_target: Begin with the target's weights, as `begin_at_target` copies them. Default: random ones.
+        num_taps: Number of target layers that the drafter reads, chosen by `spread_taps`.
+        sliding_window: Attention window of every layer, in positions. Default: no window.
+        from_target: Copy weights of the target's layers, as `begin_at_target` does. Default: random weights.
         fields: Other fields of `DFlashConfig`: the `target_layer_ids` themselves, `is_causal`, or fields that differ from the
             target's, such as `intermediate_size`.
 
@@ -116,12 +116,14 @@ def new_drafter(
 
 
 def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
-    """Copies weights of the target's layers to the drafter, wherever name and shape agree.
+    """Copies weights of the target's layers into the drafter, in place, wherever name and shape agree.
 
     The copied layers are spread evenly from the first to the last, as in DistilBERT (arXiv 1910.01108): the input of a block is
-    embeddings, which the first layer was trained to read. The mean of the tapped layers is added to the random `fc`, so that the copied keys and
-    values read the residual stream that they were trained on. Where the target norms no queries and keys, narrow heads get norms that let their scores be as large as
-    those of heads of `HEAD_DIM`: with weights of 1 the largest score is the root of a head's size.
+    embeddings, which the first layer was trained to read. The mean over the tapped layers is added to the random `fc`, so that the
+    copied projections of keys and values read the residual stream that they were trained on.
+
+    If the target does not normalise queries and keys, heads smaller than `HEAD_DIM` get larger norm weights, so that their scores
+    can be as large as those of heads of `HEAD_DIM`: with weights of 1 the largest score is the square root of the head's size.
     """
     config = drafter.config
     layers = decoder_layers(target)
@@ -146,7 +148,7 @@ def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
 
 
 def _copy(source: nn.Module, name: str, weight: Tensor) -> bool:
-    """Copies the weight of that name in `source` if it has the same shape; gives whether it did."""
+    """Copies the weight `name` of `source` into `weight` if it exists in the same shape; returns whether it did."""
     value = _target_weight(source, name)
     if value is None or value.shape != weight.shape:
         return False
@@ -155,7 +157,7 @@ def _copy(source: nn.Module, name: str, weight: Tensor) -> bool:
 
 
 def begin_head(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
-    """Lets a head that chooses token by token begin as well as is known for its kind; others keep their random weights."""
+    """Initialises the drafter's Domino or DSpark head in place. A head of another kind keeps its random weights."""
     for name in drafter.head_names():
         if name in BEGINNINGS:
             BEGINNINGS[name](drafter, target)
@@ -163,16 +165,16 @@ def begin_head(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def begin_dspark(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
-    """Lets DSpark's head begin without effect: no token is more likely after another one."""
+    """Initialises DSpark's head in place so that it has no effect: the biases of all pairs of tokens are 0."""
     drafter.get_parameter("markov_head.markov_w2.weight").zero_()
 
 
 @torch.no_grad()
 def begin_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
-    """Lets Domino's head begin without effect, with the knowledge of the target's head in its table of tokens.
+    """Initialises Domino's head in place: without effect, and with a token table from the target's head.
 
-    The rows of the table are the rows of the target's head, projected on its strongest directions. Random rows would first have
-    to learn them. Where the target's head is quantised the rows stay random.
+    The rows of the table are the rows of the target's head, projected onto its strongest directions. Random rows would first have
+    to learn these. If the target's head is quantised or has another shape, the rows stay random.
     """
     mix, _, table = drafter.get_submodule("embed_proj").children()
     mix.get_parameter("weight").zero_()
@@ -186,13 +188,13 @@ def begin_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     head = head.float()
     directions = torch.linalg.eigh(head.T @ head).eigenvectors
     strongest = directions[:, -size:]
-    # An eigenvector and its negative are as good: a fixed sign lets all processes begin alike.
+    # The sign of an eigenvector is arbitrary. A fixed sign gives all processes the same weights.
     largest = strongest.gather(0, strongest.abs().argmax(dim=0, keepdim=True))
     projections = head @ (strongest * largest.sign())
     rows.copy_(projections * (TABLE_STD / projections.std()))
 
 
-# By the name of a head's module.
+# The function that initialises a head, by the name of the head's module.
 BEGINNINGS: dict[str, Callable[[DFlashDraftModel, PreTrainedModel], None]] = {
     "embed_proj": begin_domino,
     "markov_head": begin_dspark,
@@ -200,7 +202,10 @@ BEGINNINGS: dict[str, Callable[[DFlashDraftModel, PreTrainedModel], None]] = {
 
 
 def _target_weight(module: nn.Module, name: str) -> Tensor | None:
-    """The weight of a target's module by the drafter's `name` for it, fetched if offloaded; `None` if it is missing or quantised."""
+    """Returns a weight of a target's module by the drafter's `name` for it; `None` if it is missing or quantised.
+
+    An offloaded weight is loaded. A vector is returned only for an RMSNorm, as the factor by which the norm multiplies.
+    """
     path, _, leaf = name.rpartition(".")
     if path == "post_attention_layernorm" and hasattr(module, "pre_feedforward_layernorm"):
         path = "pre_feedforward_layernorm"  # Gemma's name of that place
@@ -222,7 +227,7 @@ def _target_weight(module: nn.Module, name: str) -> Tensor | None:
 
 
 def window_fields(num_hidden_layers: int, sliding_window: int | None) -> Facts:
-    """The fields of a config for a window in all layers, or in none."""
+    """Returns the config fields that give all layers a sliding window of this size, or full attention for `None`."""
     if sliding_window is None:
         return {"layer_types": ["full_attention"] * num_hidden_layers}
     types = ["sliding_attention"] * num_hidden_layers
@@ -230,10 +235,10 @@ def window_fields(num_hidden_layers: int, sliding_window: int | None) -> Facts:
 
 
 def find_mask_token(tokenizer: Any, vocab_size: int) -> int:
-    """An id that fills blocks: a mask token of the tokenizer, else the first id after all tokens, else its unknown token.
+    """Returns the id that fills blocks: the tokenizer's mask token, else the first unused id, else its unknown token.
 
     Raises:
-        ValueError: if the tokenizer has none of them.
+        ValueError: if none of them exists.
     """
     vocabulary = tokenizer.get_vocab()
     names = (vocabulary.get(name) for name in MASK_TOKENS)

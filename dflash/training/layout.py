@@ -1,7 +1,7 @@
-"""All blocks of a batch as the queries of one forward of the drafter: ids, labels, positions, and who sees whom.
+"""Lays out all blocks of a batch as the queries of one drafter forward: token ids, labels, positions and attention masks.
 
 Dimensions: B sequences, S their (padded) length, A anchors each, N block size, R = A * N queries. It knows no model. Decoding
-uses the same predicate (`attention_dflash.sees`), so a training forward is many decoding forwards at once.
+uses the same predicate (`attention_dflash.sees`), so a training forward computes what many decoding forwards would.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from .block_attention import BLOCKWISE
 from .settings import Facts
 
 
-# The document of an absent anchor: no token's, and not that of padding.
+# The document id of queries without an anchor. It differs from those of tokens and of padding.
 NO_DOCUMENT = -2
 
-# Whether query q of sequence b sees key k, in the form of flex attention, which has the head in between.
+# A mask function of flex attention, `visible(b, h, q, k)`: whether query q of sequence b sees key k, in every head h.
 Visibility = Callable[[Any, Any, Any, Any], Tensor]
 
 
@@ -32,8 +32,8 @@ class BlockLayout:
     token_ids: Tensor  # [B, R], the anchor's token, then mask tokens
     # [B, R], the token at the query's own position, or the next one if `sample_from_anchor`; undefined where none is learned.
     labels: Tensor
-    is_learned: Tensor  # bool [B, R], queries that propose, up to the end of the anchor's response
-    # [B, R], columns of the tokens before the labels, at which the target's logits predict the labels
+    is_learned: Tensor  # bool [B, R], whether the query's proposal is trained: up to the end of the anchor's response
+    # [B, R], columns of the tokens before the labels; the target's logits there predict the labels
     previous: Tensor
     position_ids: Tensor  # [B, S + R], of the context, then of the queries
     # By layer type, whether a query sees a key: bool [B, 1, R, S + R]; for "blockwise" the context's keys and those of the
@@ -42,7 +42,7 @@ class BlockLayout:
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:
-    """Each token's distance to the first token of its document, [B, S] of document_ids [B, S]."""
+    """Returns each token's position in its document, from 0, [B, S]. document_ids are [B, S]."""
     columns = torch.arange(document_ids.shape[1], device=document_ids.device)
     columns = columns.expand_as(document_ids)  # [B, S]
     begins = torch.ones_like(document_ids, dtype=torch.bool)
@@ -54,9 +54,9 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
 
 
 def packed_causal_mask(document_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """The mask of a causal target that reads documents side by side, each as if alone: additive [B, 1, S, S].
+    """Returns an additive causal mask [B, 1, S, S] in which a token sees its own document only, within `window` if there is one.
 
-    Padding is a document too, so that every token sees at least one.
+    Padding counts as a document, so that every token sees at least one key.
     """
     length = document_ids.shape[1]
     positions = torch.arange(length, device=document_ids.device)
@@ -74,10 +74,10 @@ def lay_out_blocks(
     config: DFlashConfig,
     attention: str,
 ) -> BlockLayout:
-    """The queries of all blocks that begin at `anchors`, with the masks that `attention` takes.
+    """Returns the layout of the blocks that begin at `anchors`, with masks in the form that the implementation `attention` takes.
 
     A query sees the context of its own document strictly before its anchor, and its own block. It sees no other block, even
-    one that overlaps its own. Queries of an absent anchor keep the shape: they are not learned and no other query sees them.
+    one that overlaps its own. An absent anchor has queries too, to keep the shape; they are not trained and nothing else sees them.
     """
     length, block_size = input_ids.shape[1], config.block_size
     ahead = int(config.sample_from_anchor)  # distance from a query's position to its label's
@@ -121,15 +121,15 @@ def lay_out_blocks(
 
 
 class _Places(NamedTuple):
-    """Where tokens are: each [B, A] for anchors, [B, S] for the context, [B, R] for queries and [B, S + R] for keys."""
+    """Positions of tokens: each tensor is [B, A] for anchors, [B, S] for the context, [B, R] for queries, [B, S + R] for keys."""
 
-    positions: Tensor  # in their documents
-    blocks: Tensor  # -1 for the context
-    documents: Tensor
+    positions: Tensor  # the token's position in its document
+    blocks: Tensor  # the number of its block, -1 for the context
+    documents: Tensor  # the id of its document
 
 
 def _masks(context: _Places, anchors: _Places, config: DFlashConfig, attention: str) -> tuple[Tensor, Facts]:
-    """The positions [B, S + R] of all keys, and the mask of each layer type in the form that `attention` takes."""
+    """Returns the positions [B, S + R] of all keys, and for each layer type its mask in the form that `attention` takes."""
     block_size = config.block_size
     places = [values.repeat_interleave(block_size, 1) for values in anchors]
     anchor_positions, blocks, documents = places  # [B, R]
@@ -177,7 +177,7 @@ def _visibility(
 
 
 def _mask(visible: Visibility, queries: _Places, keys: _Places, block_size: int, attention: str) -> Any:
-    """The mask in the form that `attention` takes."""
+    """Evaluates `visible` to a mask in the form that `attention` takes: a `BlockMask`, blockwise, or dense."""
     batch, num_queries = queries.positions.shape
     shape = batch, num_queries, keys.positions.shape[1]
     device = queries.positions.device
@@ -191,7 +191,7 @@ def _mask(visible: Visibility, queries: _Places, keys: _Places, block_size: int,
 def _dense_mask(
     visible: Visibility, shape: tuple[int, int, int], device: torch.device, keys: Tensor | None = None
 ) -> Tensor:
-    """Bool [B, 1, Q, K] for `keys` [1 or Q, K], by default for all keys."""
+    """Evaluates `visible` to a bool mask [B, 1, Q, K]. `keys` [1 or Q, K] are the keys of each query, by default all."""
     batch, queries, num_keys = shape
     b = torch.arange(batch, device=device)[:, None, None]
     q = torch.arange(queries, device=device)[:, None]
@@ -201,7 +201,7 @@ def _dense_mask(
 
 
 def _blockwise_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device, block_size: int) -> Tensor:
-    """The keys that a query's block may see: the context's and its own, bool [B, 1, Q, S + N]."""
+    """Returns a bool mask [B, 1, Q, S + N]: whether a query sees each key of the context, then each key of its own block."""
     _, queries, keys = shape
     length = keys - queries
     own_keys = torch.arange(length, keys, device=device).view(-1, 1, block_size)  # [A, 1, N]
@@ -217,7 +217,7 @@ def _blockwise_mask(visible: Visibility, shape: tuple[int, int, int], device: to
 
 
 def _block_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device) -> Any:
-    """The mask for flex attention, which skips keys that no query sees. Off CUDA, making it holds [Q, K] for a moment."""
+    """Returns the `BlockMask` of flex attention, which skips tiles in which no query sees a key. Off CUDA it is made from [Q, K]."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, queries, keys = shape

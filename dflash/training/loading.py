@@ -34,13 +34,13 @@ from .settings import Facts, TrainingSettings
 from .sources import Source, read_rows
 
 
-# Acceptance on a text without a prompt is measured after this many of its tokens.
+# A held-out text without a prompt is continued after this many of its tokens.
 SHORTEST_PROMPT = 8
 
-# Settings that change the config of a drafter of `init`.
+# Settings that change the config of an initial drafter (`init`).
 CHANGEABLE = ("block_size", "mask_token_id", "is_causal")
 CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")  # fields of a config, what `confidence` adds
-# Settings of the parts that can be added to a drafter of `init`. A part begins without effect (convolutions, Domino's and
+# Settings of the parts that can be added to an initial drafter. A part begins without effect (convolutions, Domino's and
 # DSpark's heads) or with little (the selector).
 PART_SETTINGS = (
     "conv_kernel_size",
@@ -53,15 +53,15 @@ PART_SETTINGS = (
     "markov_rank",
     "markov_head_type",
 )
-# Settings that decide the shape of a new drafter; one of `init` has its own.
+# Settings that decide the shape of a new drafter. An initial drafter has its own.
 SHAPE = ("num_hidden_layers", "intermediate_size", "num_taps", "target_layer_ids", *PART_SETTINGS)
-# Ways to spread a model over devices.
+# Values of `device_map` that spread a model over devices.
 WAYS_TO_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass
 class Prepared:
-    """The models, the data to train on, and held-out prompts."""
+    """All that a run trains with: the models, the examples to train on, and the held-out prompts."""
 
     target: PreTrainedModel
     tokenizer: Any
@@ -74,10 +74,11 @@ class Prepared:
 def prepare(
     target: Source, data: Source | Sequence[Source], settings: TrainingSettings, announce: Announce = say_nothing
 ) -> Prepared:
-    """Loads data and models, the small ones first; `announce` is told in a sentence what is left out.
+    """Loads and checks the models and the data of a run; announces how much data is left out, and why.
 
     Raises:
         ValueError: for a target, a drafter or data that cannot be read, or that do not belong together.
+        FileNotFoundError: for data that does not exist.
     """
     parts = parts_of(data)
     sources = [source for source, _ in parts]
@@ -97,10 +98,10 @@ def prepare(
 def prepare_domain(
     ready: Prepared, source: str, table: Examples, settings: TrainingSettings, announce: Announce
 ) -> Prepared:
-    """The models of `ready` with the examples of one source, of which some are held out.
+    """Returns the models of `ready` with the examples in `table`, some of them held out. `source` names them in errors.
 
     Raises:
-        ValueError: for data of which nothing can be held out.
+        ValueError: if no example can be held out.
     """
     examples = _mixed([table], [None], settings, announce)
     if not min(settings.held_out, len(examples) // 10):
@@ -116,9 +117,9 @@ def prepare_domain(
 def load(
     target: Source, sources: Sequence[str], settings: TrainingSettings, announce: Announce
 ) -> tuple[Prepared, list[Examples]]:
-    """The models, without data, and the usable examples of each source and, last, of `settings.eval_data`.
+    """Returns the models, without data, and a list with the usable examples of each source and, last, of `settings.eval_data`.
 
-    The small things are loaded first, so that wrong data is refused before the target is loaded.
+    The data is read first, so that wrong data is refused before the target is loaded. Errors are those of `prepare`.
     """
     _check_device_map(settings.device_map)
     with _named_target(target):
@@ -129,7 +130,7 @@ def load(
     positions = max_positions(cast("Any", SimpleNamespace(config=config)))
     wanted = _wanted(settings, start)
     bounds = [(source, wanted) for source in sources]
-    if settings.eval_data is not None:  # read whole, unless it has no end
+    if settings.eval_data is not None:  # read whole, unless it is streamed
         bounds.append((settings.eval_data, wanted if settings.streaming else None))
     tables = [
         _read(
@@ -179,7 +180,7 @@ def _read(
     wanted: Wanted | None,
     announce: Announce,
 ) -> Examples:
-    """The encoded examples of a source, cut to the longest sequence that the settings and the target take."""
+    """Returns the encoded examples of a source, cut to the length that the settings and the target's positions allow."""
     longest = settings.max_length
     if settings.longest is not None:
         longest = settings.longest + 1  # so that a sequence that is too long is recognised
@@ -209,7 +210,7 @@ def _usable(
     settings: TrainingSettings,
     announce: Announce,
 ) -> Examples:
-    """The examples of a source that can be trained on; ValueError with its name for a row of another target."""
+    """Returns the usable examples of a source; ValueError, with the source's name, for wrong data or another target's trace."""
     try:
         if has_rejected(examples):
             rows = read_rows(source, settings.split, settings.streaming)
@@ -230,7 +231,7 @@ def _mixed(
 
 
 def _starting_drafter(settings: TrainingSettings) -> DFlashDraftModel | None:
-    """The drafter of `init`; `None` for a new one."""
+    """Loads the initial drafter (`init`) in fp32; `None` if there is none, ValueError if a setting needs one."""
     if settings.init is not None:
         with without_load_report():
             return DFlashDraftModel.from_pretrained(settings.init, dtype=torch.float32)
@@ -243,9 +244,9 @@ def _starting_drafter(settings: TrainingSettings) -> DFlashDraftModel | None:
 
 
 def _wanted(settings: TrainingSettings, start: DFlashDraftModel | None) -> Wanted | None:
-    """How many usable examples to take from each source, and the bounds of their length; `None` to take all.
+    """Returns how many usable examples to take from each source, and how long they may be; `None` to take all.
 
-    `start`, if there is one, gives the block size.
+    The shortest usable length is a block's, by the settings or else by the initial drafter `start`.
     """
     if settings.samples is None:
         return None
@@ -266,7 +267,10 @@ def _load_target(target: Source, settings: TrainingSettings) -> PreTrainedModel:
 
 
 def take_prompts(ready: Prepared, settings: TrainingSettings, announce: Announce) -> None:
-    """Takes the held-out prompts out of the examples; `announce` is told if they are fewer than asked for."""
+    """Moves `settings.held_out` examples of `ready`, at most a tenth, to its held-out prompts; announces if they are fewer.
+
+    ValueError if there are not even as many examples.
+    """
     count, wanted = len(ready.examples), settings.held_out
     most = count // 10
     subject = f"data has {count} usable sequences, of which a tenth may be held out:"
@@ -290,10 +294,10 @@ def _check_device_map(device_map: str | None) -> None:
 
 @contextmanager
 def _named_target(target: Source) -> Iterator[None]:
-    """Raises an error of the body, in which the target is loaded, as a ValueError that names the target."""
+    """Inside the `with`, which loads the target, turns an error that the user can fix into a ValueError that names the target."""
     try:
         yield
-    except Exception as error:  # transformers says in a ValueError that a name can be no Hub id
+    except Exception as error:  # transformers raises different types, also ValueError for a name that can be no Hub id
         sentence = as_sentence(error)
         if sentence is None:
             raise
@@ -306,9 +310,9 @@ def _named_target(target: Source) -> Iterator[None]:
 
 
 def answers_of(data: Source, target: PreTrainedModel, announce: Announce = say_nothing) -> Facts | None:
-    """The manifest of `dflash regenerate` beside a source of the data; `None` for other data.
+    """Returns the manifest that `dflash regenerate` wrote beside the file `data`; `None` if there is no such manifest.
 
-    `announce` is told if answers are missing, or if another target wrote them.
+    `announce` is told if answers are missing, or if another target wrote them. ValueError for a damaged manifest.
     """
     path = Path(data).expanduser()
     if not path.is_file() or not manifest_path(path).is_file():
@@ -320,7 +324,7 @@ def answers_of(data: Source, target: PreTrainedModel, announce: Announce = say_n
     if weights not in (None, model_fingerprint(target)):
         announce(
             f"{path.name} holds the answers of another target ({manifest.get('target')}, weights {weights}): a drafter "
-            "learns more from the answers of its own."
+            "learns more from the answers of its own target."
         )
     manifest.pop("complete", None)
     return manifest
@@ -329,12 +333,15 @@ def answers_of(data: Source, target: PreTrainedModel, announce: Announce = say_n
 def make_drafter(
     target: PreTrainedModel, tokenizer: Any, settings: TrainingSettings, start: DFlashDraftModel | None = None
 ) -> DFlashDraftModel:
-    """A new drafter of the shape in the settings, or `start`, the drafter of `init`, with their changes; in fp32."""
+    """Returns the fp32 drafter to train: a new one of the shape in `settings`, or `start` (of `init`) with their changes.
+
+    ValueError for settings that do not fit the target or `start`.
+    """
     shape = settings.chosen(SHAPE)
     changes = settings.chosen(CHANGEABLE)
     if "gru_hidden_dim" in shape:
         shape.setdefault("pure_draft_prefix_len", 1)
-    if settings.confidence:  # which reads the token before, as published ones do
+    if settings.confidence:  # it reads the previous token too, as published confidence heads do
         shape |= dict.fromkeys(CONFIDENCE, True)
     if start is not None:
         return _changed_drafter(target, settings, start, shape, changes)
@@ -363,9 +370,10 @@ def _changed_drafter(
     shape: Facts,
     changes: Facts,
 ) -> DFlashDraftModel:
-    """`start` with its config changed by `changes`, and with the parts added that `shape` names.
+    """Returns `start` with the fields `changes` in its config, and with the parts that the fields `shape` describe added.
 
-    ValueError if `shape` names a part that `start` has already, or a size that its weights fix.
+    With `freeze_init`, only the added parts remain trainable or, if none is added, the parts that `start` has. ValueError if
+    `shape` describes a part that `start` has already, or a size that its weights determine.
     """
     config = copy.deepcopy(start.config)
     missing = [name for name in (*PART_SETTINGS, *CONFIDENCE) if not getattr(config, name)]
@@ -385,7 +393,7 @@ def _changed_drafter(
         )
     if added and settings.lora_rank is not None:
         raise ValueError(
-            f"lora_rank={settings.lora_rank} changes matrices that are there and would leave what {', '.join(added)} adds "
+            f"lora_rank={settings.lora_rank} trains existing matrices only and would leave what {', '.join(added)} adds "
             "untrained: leave it out."
         )
     if "conv_kernel_size" in added and config.input_embedding_scale is None:
@@ -414,7 +422,7 @@ def _changed_drafter(
 
 
 def hold_out(examples: Examples, count: int, seed: int) -> tuple[Examples, list[list[int]]]:
-    """The examples to train on, and the prompts of `count` other examples, which are at most a tenth of all."""
+    """Draws `count` examples at random, at most a tenth; returns the remaining examples, and the prompts of the drawn ones."""
     total = len(examples)
     most = total // 10
     generator = random.Random(f"held-out-{seed}")
@@ -426,7 +434,7 @@ def hold_out(examples: Examples, count: int, seed: int) -> tuple[Examples, list[
 
 
 def prompt_of(example: Example) -> list[int]:
-    """The prompt of an example: all before its first supervised token, or the beginning of a text."""
+    """Returns the token ids before the first supervised one; at least `SHORTEST_PROMPT`, or half of a shorter sequence."""
     length = len(example)
     first = example.mask_array.index(1) if 1 in example.mask_array else length
     shortest = min(SHORTEST_PROMPT, length // 2)

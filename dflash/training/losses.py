@@ -1,7 +1,7 @@
-"""The losses of a drafter, their weights, and what is counted beside them. It knows tensors, no model and no data.
+"""The losses of a drafter, the weights of positions, and acceptance counts. It knows tensors, no model and no data.
 
-Dimensions: M rows, D hidden size, V vocabulary, G blocks, P positions of a block that propose, K candidates.
-Figures are kept as sum and count, so that they do not depend on how data was cut into batches, processes and steps.
+Dimensions: M rows (positions with a label), D hidden size, V vocabulary, G blocks, P positions of a block that propose, K candidates.
+Results are kept as sums and counts, so that they do not depend on how data is cut into batches, processes and steps.
 """
 
 from collections.abc import Callable
@@ -18,35 +18,36 @@ from torch.utils.checkpoint import checkpoint
 from .settings import Facts, LossName
 
 
-# Logits of a chunk: 256 MiB in fp32.
+# Largest number of logits in a chunk: 256 MiB in fp32.
 CHUNK_LOGITS = 2**26
 
 # The paper's decay for its block sizes.
 PAPER_GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
 
 # Names of the losses that `_losses_of_rows` computes.
-# ce, as in the paper: -log q(token of the data). forward_kl, as in JetSpec: KL(p || q) of the target's p and the drafter's q.
+# ce, as in the paper: -log q(label). forward_kl, as in JetSpec: KL(p || q) from the drafter's distribution q to the target's p.
 LOSSES = get_args(LossName)
 
 Head = Callable[[Tensor], Tensor]
-# From the drafter's probability of each label [G, P] and whether it is learned [G, P] to its weight [G, P].
+# A rule that weighs positions: a function of the drafter's probability of each label [G, P] and of whether the position is trained,
+# bool [G, P], that returns the weights [G, P].
 PositionWeights = Callable[[Tensor, Tensor], Tensor]
 
 
 def reads_target(loss: str) -> bool:
-    """Whether the loss needs the target's logits; ValueError for a name that is not in `LOSSES`."""
+    """Whether the loss of this name needs the target's logits; ValueError for a name that is not in `LOSSES`."""
     if loss not in LOSSES:
         raise ValueError(f"loss={loss!r} is unknown: choose one of {', '.join(LOSSES)}.")
     return loss != "ce"
 
 
 def default_gamma(block_size: int) -> float:
-    """The paper's gamma where it gives one, else half the block."""
+    """Returns the paper's gamma for this block size if it gives one, else half the block size."""
     return PAPER_GAMMAS.get(block_size, block_size / 2)
 
 
 def decay_weights(gamma: float) -> PositionWeights:
-    """exp(-(k - 1) / gamma) for the k-th proposal, as in the paper: a wrong early token wastes all later ones."""
+    """Returns the paper's rule: the k-th proposal weighs exp(-(k - 1) / gamma), as a wrong early token wastes all later ones."""
 
     def weights(confidences: Tensor, is_learned: Tensor) -> Tensor:
         places = torch.arange(is_learned.shape[1], device=is_learned.device)
@@ -56,11 +57,11 @@ def decay_weights(gamma: float) -> PositionWeights:
 
 
 def dpace_weights(alpha: float) -> PositionWeights:
-    """D-PACE (arXiv 2605.18810): how much more confidence in a token adds to the accepted tokens of its block.
+    """Returns D-PACE's rule (arXiv 2605.18810): a token weighs as much as confidence in it adds to its block's accepted length.
 
-    The chance that token k is accepted is taken as (1 - alpha) q_k + alpha, q_k being the drafter's probability of the label,
-    and the chance that m tokens are accepted as the product of the first m. The weight of k is the sum of these products
-    from k on. No gradient flows through the weights.
+    Token k is assumed to be accepted with probability (1 - alpha) q_k + alpha, where q_k is the drafter's probability of its label,
+    and the first m tokens with the product of their probabilities. The weight of token k is the sum of these products over
+    m >= k. No gradient flows through the weights.
     """
 
     def weights(confidences: Tensor, is_learned: Tensor) -> Tensor:
@@ -74,15 +75,15 @@ def dpace_weights(alpha: float) -> PositionWeights:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target, for losses that read its logits."""
+    """What losses read of the target: its last hidden states, and the function that computes logits from them."""
 
-    states: Tensor  # [M, D of the target], its last hidden states at the columns before the labels
-    logits: Head  # from states to logits [m, V]
+    states: Tensor  # [M, D of the target], at the tokens before the labels
+    logits: Head  # from states [m, D] to logits [m, V]
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Each row's most probable tokens, without gradient."""
+    """The K most probable tokens of each row and their logits, without gradient."""
 
     logits: Tensor  # [M, K]
     token_ids: Tensor  # [M, K]
@@ -96,7 +97,7 @@ class RowLosses:
     weight_sum: Tensor  # scalar
     is_correct: Tensor  # bool [M], whether the row's argmax is its label
     weights: Tensor  # [M]
-    candidates: Candidates | None = None  # where they were asked for
+    candidates: Candidates | None = None  # if they were asked for
 
 
 def chunked_loss(
@@ -110,23 +111,23 @@ def chunked_loss(
     teacher: Teacher | None = None,
     num_candidates: int = 0,
 ) -> RowLosses:
-    """Weighted loss of `head(hidden_states)`, of whose logits at most `chunk_rows` rows exist at a time.
+    """Returns the weighted loss of `head(hidden_states)`, computed so that logits of at most `chunk_rows` rows exist at a time.
 
-    A row's loss depends on no other row. The gradient of a chunk is taken for weights of 1 as soon as its logits exist, and
-    scaled in the backward pass. So no logits are kept or computed again, and weights may depend on all rows.
+    The loss of a row depends on no other row. So the gradient of a chunk is computed for weights of 1 as soon as its logits exist,
+    and is scaled by the weights in the backward pass. No logits are kept or recomputed, and weights may depend on all rows.
 
     Args:
-        hidden_states: Of the drafter.
-        labels: The data's token of each row.
-        weights: Of the rows, or a function that gives them once each label's log-probability is known.
-        head: From [m, D] to logits [m, V]. It is frozen: the gradient goes to `hidden_states` alone.
-        chunk_rows: Rows at a time. Default: as many as have `CHUNK_LOGITS` logits, so that memory does not grow with V.
+        hidden_states: The drafter's hidden states.
+        labels: The token of the data that each row should predict.
+        weights: The weights of the rows, or a function that computes them from the log-probabilities of all labels.
+        head: Function from hidden states [m, D] to logits [m, V]. Its weights are frozen: only `hidden_states` gets a gradient.
+        chunk_rows: Number of rows in a chunk. Default: as many as have `CHUNK_LOGITS` logits, so that memory does not grow with V.
         loss: One of `LOSSES`.
-        teacher: The target, for losses that read it.
-        num_candidates: K of the `Candidates` to give back; 0 gives none.
+        teacher: The target, for losses that read its logits.
+        num_candidates: Number K of `Candidates` to return for each row; 0 returns none.
 
     Raises:
-        ValueError: for an unknown loss, one that lacks the target's states, or a head with trainable weights.
+        ValueError: for an unknown loss, a loss that needs a `teacher` if there is none, or a head with trainable weights.
     """
     if not reads_target(loss):
         teacher = None
@@ -151,7 +152,7 @@ def chunked_loss(
 
 
 def _frozen_vocab_size(head: Head, hidden_states: Tensor) -> int:
-    """V of a head; ValueError if its weights are trainable."""
+    """Returns the vocabulary size V of `head`; ValueError if its weights are trainable."""
     with torch.enable_grad():
         no_logits = head(hidden_states[:0].detach())
     if no_logits.requires_grad:
@@ -165,7 +166,7 @@ def _frozen_vocab_size(head: Head, hidden_states: Tensor) -> int:
 def _losses_of_rows(
     head: Head, labels: Tensor, teacher: Teacher | None, rows: slice, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses [m], logits [m, V] and labels [m] of some rows, where the head is."""
+    """Computes the losses [m], logits [m, V] and labels [m] of the slice `rows`, all on the head's device."""
     logits = _wide(head(states))
     wanted = labels[rows].to(logits.device)
     if teacher is None:
@@ -182,7 +183,10 @@ def _losses_of_rows(
 
 
 class _ChunkedRows(torch.autograd.Function):
-    """The loss of each row [M], its label's log-probability [M], whether it is right [M], and its candidates [M, K]."""
+    """Returns for each row its loss, its label's log-probability and whether its argmax is the label, all [M], and its candidates.
+
+    The candidates are logits and token ids, both [M, K]. Only the losses have a gradient, which goes to `hidden_states`.
+    """
 
     @staticmethod
     def forward(
@@ -191,7 +195,7 @@ class _ChunkedRows(torch.autograd.Function):
         wants_gradient = ctx.needs_input_grad[0]
         gradients = torch.empty_like(hidden_states if wants_gradient else hidden_states[:0])
 
-        def run(begin: int) -> tuple[Tensor, ...]:  # a function, so that a chunk's logits die with it
+        def run(begin: int) -> tuple[Tensor, ...]:  # a function, so that a chunk's logits are freed when it returns
             rows = slice(begin, begin + chunk_rows)
             with torch.set_grad_enabled(wants_gradient):
                 states = hidden_states[rows].detach().requires_grad_(wants_gradient)
@@ -208,7 +212,7 @@ class _ChunkedRows(torch.autograd.Function):
             results = (losses, -cross_entropy, is_correct, *candidates)
             return tuple(result.to(hidden_states.device) for result in results)
 
-        num_rows = max(1, len(hidden_states))  # of no rows, the chunk is empty
+        num_rows = max(1, len(hidden_states))  # without rows there is one empty chunk
         parts = [run(begin) for begin in range(0, num_rows, chunk_rows)]
         results = tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
         ctx.save_for_backward(gradients)
@@ -224,25 +228,25 @@ class _ChunkedRows(torch.autograd.Function):
 
 
 def _wide(logits: Tensor) -> Tensor:
-    """Values in fp32 at least. Argmax needs it too: it is slow in bf16."""
+    """Converts to fp32, unless the dtype is wider. Argmax is faster then too: it is slow in bf16."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def head_loss(
     head: Any,  # heads_dflash.CausalHead
     hidden_states: Tensor,  # [M, D]
-    states: Tensor,  # [M, H] of the head, after the true tokens before the label
+    states: Tensor,  # [M, H], the head's states after it has read the true tokens before the labels
     positions: Tensor,  # [M] of the labels in their blocks
     candidates: Candidates,
     labels: Tensor,  # [M]
     weights: Tensor,  # [M]
     previous: Tensor,  # [M], the true tokens before the labels
 ) -> Tensor:
-    """The weighted cross entropy, summed, of a causal head's choice among each row's candidates after the true tokens.
+    """Returns the summed loss of a causal head: the weighted cross entropy of its choice among each row's candidates.
 
-    A row counts nothing if its label is not among its candidates. If the head has a confidence, the binary cross entropy of
-    its greedy choice being the label is added, for all rows. The loss trains the head alone: the rest of the drafter learns
-    what it would without one.
+    The loss of a row is 0 if its label is not among its candidates. If the head predicts a confidence, the binary cross entropy of
+    its greedy choice being the label is added for all rows. Only the head gets a gradient: the rest of the drafter learns what it
+    would learn without a head.
     """
 
     def chunk(*parts: Tensor) -> Tensor:
@@ -288,30 +292,30 @@ def head_loss(
 
 
 def rows_of_chunk(vocab_size: int) -> int:
-    """The rows that have `CHUNK_LOGITS` logits."""
+    """Returns the number of rows, at least 1, that have `CHUNK_LOGITS` logits together."""
     return max(1, CHUNK_LOGITS // vocab_size)
 
 
 @dataclass
 class DraftCounts:
-    """Teacher-forced counts of drafted blocks; `a + b` joins those of two batches."""
+    """Counts of teacher-forced blocks. `a + b` are the counts over the blocks of both."""
 
-    loss_sum: Tensor  # weighted loss
-    weight_sum: Tensor
-    correct: Tensor  # [P], right tokens by proposal
-    rows: Tensor  # [P], trained positions by proposal
-    accepted: Tensor  # tokens right in an unbroken run from the first one, over all blocks
-    blocks: Tensor  # blocks with a trained position
+    loss_sum: Tensor  # sum of weighted losses
+    weight_sum: Tensor  # sum of their weights
+    correct: Tensor  # [P], number of correct predictions at each position of a draft
+    rows: Tensor  # [P], number of trained positions there
+    accepted: Tensor  # number of correct predictions before a block's first wrong one, over all blocks
+    blocks: Tensor  # number of blocks with a trained position
 
     def __add__(self, other: "DraftCounts") -> "DraftCounts":
         return DraftCounts(*map(torch.add, vars(self).values(), vars(other).values()))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "DraftCounts":
-        """The counts after `change`, each by itself."""
+        """Returns new counts, with `change` applied to each tensor."""
         return DraftCounts(*map(change, vars(self).values()))
 
     def summary(self) -> Facts:
-        """The means: loss, accuracy of each proposal, and accepted proposals per block, with the counts of the latter."""
+        """Returns mean loss, accuracy at each position of a draft, accepted tokens per block, and the latter's two counts."""
         loss = self.loss_sum / self.weight_sum.clamp(min=1e-9)
         accuracy = self.correct / self.rows.clamp(min=1)
         accepted_per_block = self.accepted / self.blocks.clamp(min=1)
@@ -333,9 +337,10 @@ def count_drafts(
     loss_sum: Tensor,
     weight_sum: Tensor,
 ) -> DraftCounts:
-    """The counts of some blocks. Runs are counted block by block.
+    """Returns the counts of some blocks, without gradient. Leading dimensions of the masks are flattened.
 
-    A product of mean accuracies would be far too low, because the proposals of a block depend on each other.
+    Accepted tokens are counted block by block. A product of mean accuracies would be far too low, because the proposals of a block
+    depend on each other.
     """
     learned = is_learned.flatten(0, -2)
     right = is_correct.flatten(0, -2) & learned

@@ -1,4 +1,4 @@
-"""The drafter's loss on a batch: states from the target, blocks through the drafter, hidden states through the head."""
+"""Computes the drafter's loss on a batch: runs the target for its states, the drafter on all blocks, and the target's head."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,22 +28,22 @@ from .losses import (
 from .settings import TrainingSettings
 
 
-# The number of positions that the head gets is a multiple of this, so that there are few shapes: each new shape has its kernels
-# chosen, and on a CPU compiled.
+# The number of positions that the head gets is rounded up to a multiple of this, so that few shapes occur: for each new shape
+# kernels are selected, and on a CPU compiled.
 ROW_STEP = 256
 
 
 class DrafterLoss:
-    """The drafter's loss on a batch, with the target's embedding and head.
+    """Computes the drafter's loss on a batch, with the target's embedding and head.
 
     Args:
-        pair: The target, frozen, and its drafter.
-        settings: The recipe, of which the settings of the loss are read. Default: short.
-        network: Computes the drafter's forward, such as a compiled one. Default: the drafter.
-        states_of: Gives the target's states of a batch, such as those on disk. Default: the target's forward.
+        pair: The frozen target and its drafter.
+        settings: The recipe. Only the settings of the loss are read. Default: the recipe `short`.
+        network: Function that runs the drafter's forward, such as the compiled drafter. Default: the drafter.
+        states_of: Function that returns the target's states of a batch, such as those on disk. Default: the target's forward.
 
     Raises:
-        ValueError: for a drafter with a head of its own, which would not be trained.
+        ValueError: for a drafter with a language-model head of its own, which would not be trained.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class DrafterLoss:
         if self.drafter.lm_head is not None:
             raise ValueError(
                 f"The drafter has a head of its own over {self.config.draft_vocab_size} tokens, which is not trained here: "
-                "start from one that speaks through its target's head."
+                "start from one that uses its target's head."
             )
 
     def __call__(self, batch: Batch) -> tuple[Tensor, DraftCounts]:
-        """The loss, summed over the batch's blocks, and its counts."""
+        """Returns the weighted losses of all blocks, summed, with gradient; and the counts, such as the sum of the weights."""
         attention = self.attention(batch.input_ids.device)
         layout = lay_out_blocks(*batch, self.config, attention)
         states = self.states_of(batch, reads_target(self.settings.loss))
@@ -145,10 +145,10 @@ class DrafterLoss:
         )
 
     def _forward(self, layout: BlockLayout, features: Tensor, attention: str) -> Tensor:
-        """The drafter's hidden states of all queries, [B * R, D]."""
+        """Runs the drafter on all queries; returns its last hidden states [B * R, D]."""
         with torch.no_grad():
             noise_embeds = self.pair.embed(layout.token_ids)
-        # A compiled network chooses itself what to keep.
+        # A compiled network decides itself what to recompute.
         with lean_mlps(self.drafter) if self.network is self.drafter else nullcontext():
             output = self.network(
                 noise_embeds=noise_embeds,
@@ -160,14 +160,17 @@ class DrafterLoss:
         return output.last_hidden_state.flatten(0, 1)
 
     def attention(self, device: torch.device) -> str:
-        """The attention that skips unseen keys on `device`; flex attention's kernels take no dropout and no narrow heads."""
+        """Returns the name of the attention to train with, which skips unseen keys: flex attention on CUDA, else blockwise.
+
+        A drafter with dropout or narrow heads, for which flex attention has no kernels, uses blockwise attention there too.
+        """
         has_kernels = not self.config.attention_dropout and self.config.head_dim >= 16
         return "flex_attention" if device.type == "cuda" and has_kernels else BLOCKWISE
 
 
 def _states_after(causal_head: Any, token_ids: Tensor) -> Tensor:
-    """The states [G, P, H] of a causal head after each of the blocks' tokens [G, P]."""
-    # Autocast would mix two dtypes: matrix products give the narrow one, and the state begins in that of the weights.
+    """Runs a causal head over the tokens [G, P] of all blocks; returns its state after each of them, [G, P, H]."""
+    # Under autocast, matrix products would return bf16 while the first state has the weights' dtype.
     with torch.autocast(token_ids.device.type, enabled=False):
         inputs = causal_head.inputs(token_ids)
         state = inputs.new_zeros(len(token_ids), causal_head.state_size)
@@ -179,7 +182,7 @@ def _states_after(causal_head: Any, token_ids: Tensor) -> Tensor:
 
 
 class _Learned:
-    """The learned positions of all blocks [G, N] as one list of M, filled up to a multiple of `ROW_STEP` with any position."""
+    """The trained positions of all blocks [G, N] as a list of M indices, padded with the index 0 to a multiple of `ROW_STEP`."""
 
     def __init__(self, is_learned: Tensor, first: int) -> None:  # bool [G, N], and the first position that proposes
         self.shape = is_learned.shape
@@ -189,14 +192,14 @@ class _Learned:
         num_filled = -len(index) % ROW_STEP
         is_real = torch.ones_like(index, dtype=torch.bool)
         self.is_real = functional.pad(is_real, (0, num_filled))  # [M]
-        self.index = functional.pad(index, (0, num_filled))  # [M], places in the flat grid
+        self.index = functional.pad(index, (0, num_filled))  # [M], indices into the flattened [G, N]
 
     def gather(self, values: Tensor) -> Tensor:
-        """The learned positions' values [M], out of values of all positions in any shape."""
+        """Returns the values [M] at the trained positions. `values` hold one value for each position, in any shape."""
         return values.flatten()[self.index]
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Values [M] at their places among the proposals [G, P], and zero elsewhere."""
+        """Returns a tensor [G, P] with `values` [M] at the trained positions, and zero elsewhere."""
         grid = values.new_zeros(self.shape)
         real = self.index[self.is_real]
         grid.view(-1)[real] = values[self.is_real]

@@ -1,4 +1,4 @@
-"""Trains a drafter while its target is trained: on what the target writes, a few steps at a time, by the recipe of `adapt`."""
+"""Trains a drafter while its target is trained: a few steps at a time, on the texts that the target has just written."""
 
 import copy
 from collections import deque
@@ -25,15 +25,15 @@ from .optimizers import build_optimizers
 from .settings import TrainingSettings
 
 
-# Steps in which the rate rises, once: the optimiser's averages begin at 0.
+# Steps of warm-up, once in the life of a trainer: the moments of the optimiser begin at 0.
 WARMUP_STEPS = 8
 
 
 class Rollouts:
-    """The newest texts that a pair has written, with the anchors of rejected drafts, and how many drafts were accepted.
+    """Collects the newest texts of a pair as training examples, with the anchors of rejected drafts, and counts acceptance.
 
     Args:
-        most_texts: Texts that are kept.
+        most_texts: Number of texts to keep. A new text replaces the oldest one.
 
     Attributes:
         examples (`deque[Example]`): The texts as sequences to train on, the newest last.
@@ -41,11 +41,11 @@ class Rollouts:
 
     def __init__(self, most_texts: int) -> None:
         self.examples: deque[Example] = deque(maxlen=most_texts)
-        self._growing: dict[int, tuple[TextSequence, list[int]]] = {}  # by address
+        self._growing: dict[int, tuple[TextSequence, list[int]]] = {}  # by the `id` of the sequence
         self.clear_counts()
 
     def clear_counts(self) -> None:
-        """Begins to count anew."""
+        """Sets all acceptance counts to 0. The examples are kept."""
         self.num_accepted = 0
         self.num_rejected = 0
         self.num_kept = 0
@@ -54,11 +54,14 @@ class Rollouts:
 
     @property
     def tau(self) -> float:
-        """Mean acceptance length of the drafter's steps since the counts were cleared."""
+        """Mean acceptance length of the steps with a drafter's draft, since the counts were cleared; 1 without such a step."""
         return 1 + self.num_accepted / max(self.num_drafted_steps, 1)
 
     def tau_of(self, num_proposals: int) -> float:
-        """The tau of whole blocks of `num_proposals`, if tokens are accepted at the rate counted so far. Narrow steps do not lower it."""
+        """Estimates tau for blocks of `num_proposals`, if each token is accepted with the share of tokens accepted so far.
+
+        Unlike `tau`, the estimate does not fall when steps verify fewer proposals.
+        """
         num_decided = self.num_accepted + self.num_rejected
         rate = self.num_accepted / max(num_decided, 1)
         return sum(rate**length for length in range(num_proposals + 1))
@@ -85,7 +88,10 @@ class Rollouts:
                 self.num_accepted += block.num_accepted
 
     def collect(self, pad_token_id: int | None, shortest: int) -> int:
-        """Adds the texts that were watched to the examples, without their padding; returns how many there were."""
+        """Moves the watched texts to `examples`, without their left padding; returns how many were usable.
+
+        A text of fewer than `shortest` tokens, or without a valid anchor, is dropped.
+        """
         num_texts = 0
         for sequence, rejected in self._growing.values():
             prompt_ids = sequence.prompt_ids.tolist()
@@ -103,12 +109,12 @@ class Rollouts:
 
 
 class OnlineTrainer:
-    """Trains a copy of a drafter in fp32, and gives the drafter its weights after each round.
+    """Trains an fp32 copy of a drafter, and copies its weights to the drafter at the end of each call of `train`.
 
     Args:
-        drafter: The drafter that drafts.
-        target: Its target, which may be in training.
-        settings: The recipe. Its loss, blocks, batches, precision, rates and clipping are read.
+        drafter: The drafter that is used for decoding.
+        target: Its target, which may itself be in training.
+        settings: The recipe, of which loss, blocks, batches, precision, learning rates and gradient clipping are read.
     """
 
     def __init__(self, drafter: DFlashDraftModel, target: PreTrainedModel, settings: TrainingSettings) -> None:
@@ -134,11 +140,13 @@ class OnlineTrainer:
         )
 
     def train(self, examples: Sequence[Example], num_steps: int) -> None:
-        """Takes `num_steps` steps on examples. The target is as before after it, and so are random numbers of torch.
+        """Takes `num_steps` optimiser steps on `examples`, and copies the new weights to the drafter.
+
+        The target's modes, its `requires_grad` flags and torch's random state are restored.
 
         Raises:
-            ValueError: for no examples.
-            FloatingPointError: for a loss that is not finite; the drafter is as before.
+            ValueError: if there are no examples.
+            FloatingPointError: if loss or gradient are not finite; the drafter keeps its weights.
         """
         if not examples:
             raise ValueError("There are no examples to train on: watch some texts first.")
@@ -185,7 +193,7 @@ class OnlineTrainer:
 
 @contextmanager
 def _frozen(model: PreTrainedModel) -> Iterator[None]:
-    """The model is in eval mode inside and takes no gradient; afterwards each part of it is as it was."""
+    """Inside the `with` the model is in eval mode; at its end, each module's mode and each `requires_grad` are restored."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     model.eval()

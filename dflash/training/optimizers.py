@@ -1,4 +1,4 @@
-"""The optimisers of a drafter's weights, and the warm-up and cosine that all their rates follow."""
+"""The optimisers of a drafter's weights, and the schedule of their learning rates: linear warm-up, then a cosine."""
 
 import math
 from collections.abc import Sequence
@@ -8,18 +8,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 
-# Ends of the names of matrices whose rows are looked up by token.
+# Suffixes of the names of matrices whose rows are looked up by token.
 TABLES = ("codebook", "embed_proj.2.weight", "markov_w1.weight", "markov_w2.weight")
 
 
 def build_optimizers(
     drafter: nn.Module, learning_rate: float, weight_decay: float, muon_learning_rate: float | None = None
 ) -> list[Optimizer]:
-    """The optimisers of all weights: Muon for the matrices if it has a rate, and AdamW, in groups, for the rest.
+    """Returns the optimisers of all trainable weights: Muon for the matrices if it has a learning rate, and AdamW.
 
     - Matrices: Muon, scaled so that its updates are as large as AdamW's, or AdamW at `learning_rate`.
-    - Codebooks and the tables of Domino and DSpark, which are looked up by token: AdamW at the matrices' rate. Muon would mix the rows of
-      unrelated tokens, and a tenth of its rate learns less (vllm-project/speculators, 866 and 1066).
+    - Codebooks and the tables of Domino and DSpark, whose rows are looked up by token: AdamW at the learning rate of the matrices.
+      Muon would mix the rows of unrelated tokens, and AdamW at a tenth of that rate learns less (vllm-project/speculators, 866 and
+      1066).
     - Norms, biases and kernels: AdamW at `learning_rate`, without `weight_decay`.
     """
     matrices, tables, vectors = [], [], []
@@ -45,16 +46,16 @@ def build_optimizers(
         {"params": decayed, "lr": muon_learning_rate or learning_rate, "weight_decay": weight_decay},
         {"params": vectors, "lr": learning_rate, "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]  # a change of low rank has matrices alone
+    groups = [group for group in groups if group["params"]]  # a low-rank update consists of matrices only
     if groups:
         optimizers.append(torch.optim.AdamW(groups, betas=(0.9, 0.95)))
     return optimizers
 
 
 def group_names(optimizers: Sequence[Optimizer]) -> list[str]:
-    """The weights that each group of `build_optimizers` trains, in order: `muon_matrices`, `adamw_tables`, `adamw_norms`.
+    """Returns a name for each parameter group of `build_optimizers`, in order, such as `muon_matrices` or `adamw_norms`.
 
-    Computed here and not kept in the groups: a training state holds the groups, and its form must not change.
+    The names are not stored in the groups, because training states hold the groups and their format must not change.
     """
     names = []
     for optimizer in optimizers:
@@ -66,7 +67,7 @@ def group_names(optimizers: Sequence[Optimizer]) -> list[str]:
 
 
 def rate_factor(step: int, steps: int, warmup_ratio: float) -> float:
-    """The factor of the peak rate at `step` of 1..`steps`: linear warm-up, then a cosine that would reach 0 a step later."""
+    """The factor on the peak learning rate at `step` of 1..`steps`: linear warm-up, then a cosine that is 0 at `steps + 1`."""
     warmup = round(warmup_ratio * steps)
     if step <= warmup:
         return step / warmup

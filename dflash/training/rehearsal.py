@@ -25,7 +25,7 @@ from .sources import Source
 from .trainer import Trainer
 
 
-# Steps that are measured, after one warm-up step.
+# Number of steps to measure, after one step that is not measured.
 MEASURED_STEPS = 3
 
 
@@ -35,9 +35,10 @@ def rehearse(
     settings: TrainingSettings,
     announce: Announce = say_nothing,
 ) -> Iterator[str]:
-    """Lines on what [`train_drafter`] would take with these arguments, of the first process alone. No run begins.
+    """Yields lines on the memory and time that [`train_drafter`] would need with these arguments. It writes no output.
 
-    The models and the data are loaded, and a few steps are trained and measured, while the lines are read.
+    The models and the data are loaded, and a few steps are trained and measured, while the lines are read. Processes other than the
+    first do the same and yield nothing.
 
     Raises:
         ValueError: as [`train_drafter`].
@@ -46,7 +47,7 @@ def rehearse(
         >>> for line in rehearse("Qwen/Qwen3-8B", "chats.jsonl", TrainingSettings(steps=1000)):
         ...     print(line)
     """
-    tracker_options(settings, Path())  # refused as the run itself would
+    tracker_options(settings, Path())  # raises for a tracker that is not installed, as the run itself would
     ready = prepare(target, data, settings, announce)
     trainer = Trainer(ready.drafter, ready.target, ready.examples, replace(settings, features=None))
     for lines in (_described(ready, settings, trainer), _measured(trainer)):
@@ -56,7 +57,7 @@ def rehearse(
 
 
 def _described(ready: Prepared, settings: TrainingSettings, trainer: Trainer) -> Iterator[str]:
-    """What follows from the settings, the data and the shapes."""
+    """Yields the lines that need no measurement: recipe, steps, data, drafter, memory and stored features."""
     drafter = ready.drafter
     config = drafter.config
     batches = trainer.batches_per_epoch
@@ -92,7 +93,7 @@ def _memory(trainer: Trainer) -> str:
 
 
 def _measured(trainer: Trainer) -> Iterator[str]:
-    """The time and the memory of a few steps."""
+    """Trains a few steps, and yields lines on their time, the cost of a decoding step, and the peak memory."""
     if trainer.num_steps <= MEASURED_STEPS:
         yield "time      not measured: the run is shorter than a measurement"
         return
@@ -115,7 +116,7 @@ def _measured(trainer: Trainer) -> Iterator[str]:
 
 
 def _kept_by_glibc(trainer: Trainer) -> str:
-    """What is not in the estimate on a CPU: memory that is freed and that glibc keeps, unless its threshold is set."""
+    """Returns a note that glibc keeps freed memory, which the estimate leaves out; empty where it does not apply."""
     is_set = "MALLOC_MMAP_THRESHOLD_" in os.environ
     if trainer.accelerator.device.type != "cpu" or platform.libc_ver()[0] != "glibc" or is_set:
         return ""
@@ -123,9 +124,9 @@ def _kept_by_glibc(trainer: Trainer) -> str:
 
 
 def _step_cost(trainer: Trainer) -> float:
-    """Seconds of a decoding step with the drafter over those of a plain token, eagerly, after a short prompt.
+    """Returns the time of a decoding step with the drafter, divided by that of a token without it; eager, after a short prompt.
 
-    The drafter decodes in the target's precision, as it will, and not in that of its training.
+    The drafter decodes in the target's dtype, as it will in use, not in the precision of its training.
     """
     target: Any = trainer.target
     drafter: Any = copy.deepcopy(trainer.whole_drafter())
@@ -147,7 +148,7 @@ def _step_cost(trainer: Trainer) -> float:
         of_token = seconds_of(plain) / 16
         of_steps = seconds_of(drafted)
         ratios.append(of_steps / num_steps / of_token)
-    return median(ratios[1:])  # the first one warms up
+    return median(ratios[1:])  # the first run is a warm-up
 
 
 def _bytes(size: float) -> str:

@@ -1,4 +1,4 @@
-"""A run from its first step to its last. It shows, measures and saves, and goes on after a stop."""
+"""Runs a training from its first step to its last: it shows progress, measures, saves, and resumes after a stop."""
 
 import math
 import os
@@ -50,16 +50,16 @@ FLAT_POINTS, FLAT_TAU, LEARNED_TAU = 4, 0.02, 1.5
 
 @dataclass(frozen=True)
 class Goal:
-    """What a run measures, and which point is the best: the highest tau on the `held_out` prompts, or without prompts the last."""
+    """Decides what a run measures and which weights are best: those with the highest tau on `held_out`, or the last ones."""
 
-    held_out: Prompts
+    held_out: Prompts  # empty: the last weights are best
 
     def measure(self, trainer: Trainer) -> Facts:
-        """A point of the curve."""
+        """Returns a point of the curve: the training counts since the last point and, with prompts, the acceptance on them."""
         return trainer.measure(self.held_out)
 
     def is_better(self, point: Facts, record: TrainingRecord) -> bool:
-        """Whether the weights at `point` are better than the best ones of `record`."""
+        """Whether `point` has a higher tau than the best point of `record`; always true without held-out prompts."""
         return not self.held_out or point["tau"] > record.best_tau
 
 
@@ -70,13 +70,13 @@ class RunOptions:
     Attributes:
         resume: Go on from the training state, or begin if there is none. A run that is complete is left as it is
             (`record.was_complete`).
-        overwrite: Begin anew where another run wrote.
-        provenance: Facts to keep beside the checkpoint, such as where the data came from.
+        overwrite: Begin anew, even if `output` holds another run.
+        provenance: Further entries of `training.json`, such as where the data came from.
         show_progress: Draw a progress bar.
-        on_point: Called with each new point of the curve.
-        announce: Told in a sentence what is about to take long or much room.
-        claim: On `output`, by a caller that holds its lock ([`claimed`]).
-        goal: Another measure of what is best than tau on the held-out prompts.
+        on_point: Called on the first process with each new point of the curve.
+        announce: Called with a sentence about anything that will take long or much space, or is probably not intended.
+        claim: The claim on `output`, if the caller has locked it already with [`claimed`].
+        goal: Decides what is measured and which weights are best. Default: tau on the held-out prompts.
     """
 
     resume: bool = False
@@ -89,13 +89,13 @@ class RunOptions:
     goal: Goal | None = None
 
     def claimed(self, output: Source, settings: TrainingSettings) -> AbstractContextManager[Claim]:
-        """The caller's claim, or a new one on `output` for the body of the `with`."""
+        """Returns a context manager for the claim on `output`: the caller's, or a new one with its lock and errors ([`claimed`])."""
         if self.claim is not None:
             return nullcontext(self.claim)
         return claimed(output, settings, self.resume, self.overwrite)
 
     def with_facts(self, **facts: Any) -> "RunOptions":
-        """These options with more `provenance`; facts of the caller are kept."""
+        """Returns a copy with `facts` added to `provenance`. Entries that are there already are kept."""
         return replace(self, provenance=facts | self.provenance)
 
 
@@ -110,13 +110,13 @@ def train_drafter(
 
     Args:
         target: Folder or Hub id of any `AutoModelForCausalLM`.
-        data: The texts to train on; best the target's own answers. Several sources are mixed, by weights if each has one:
+        data: The texts to train on, at best the target's own answers. Several sources are mixed, by weights if each has one:
             `["chats.jsonl:0.7", "org/name:0.3"]`.
         output: Folder of the checkpoint.
         settings: The recipe. Default: the recipe `short`.
         options: Fields of [`RunOptions`], such as `resume` and `overwrite`.
 
-    What it returns and raises, and how it is stopped, is as for [`train`].
+    It returns, raises and stops as [`train`] does. It also raises a ValueError for models or data that do not fit each other.
 
     Example:
         >>> record = train_drafter("Qwen/Qwen3-4B", "answers.jsonl", "Qwen3-4B-DFlash", TrainingSettings(epochs=2))
@@ -153,20 +153,20 @@ def train(
     output: Source,
     **options: Any,
 ) -> TrainingRecord:
-    """Trains `drafter` in place and keeps in `output` the state of it that accepts most on the `held_out` prompts.
+    """Trains `drafter` in place, and saves its weights with the highest tau on the `held_out` prompts to `output`.
 
     Several processes (of `torchrun`, `accelerate launch`, or any that set the same environment) call it with the same
-    arguments, train the same drafter and return the same record. The first one alone writes, draws and calls `on_point`, and
-    it holds the lock of `output`.
+    arguments, train the same drafter and return the same record. Only the first one writes, shows progress and calls `on_point`; it
+    holds the lock of `output`.
 
-    SIGTERM, or Ctrl-C once, ends the run after the step at hand with the training state saved (`record.stopped_at`). A run
-    that was killed, at whatever step, and is resumed ends as it would have ended, bit for bit, on as many processes.
+    SIGTERM, or Ctrl-C once, ends the run after the current step and saves the training state (`record.stopped_at`). A run that
+    was killed at any step and is resumed on the same number of processes learns the same weights, bit for bit, as without the kill.
 
     Args:
         drafter: The drafter, with fp32 weights.
-        target: Its target; frozen here.
-        examples: Sequences that the target would write.
-        held_out: Prompts to decode for true acceptance; without any the last state is kept.
+        target: Its target. It is frozen in place.
+        examples: Sequences to train on. Those that cannot be trained on are left out.
+        held_out: Prompts to measure acceptance on. Without any, the last weights are kept.
         settings: The recipe.
         output: Folder of the checkpoint. Each better checkpoint replaces it in one rename. The training state is beside
             it, in `OUTPUT.state`, until the run is complete.
@@ -176,7 +176,7 @@ def train(
         ValueError: if nothing in the data can be trained on, if `output` holds another run or another process writes it, or if
             a run to resume had other settings or data.
         FloatingPointError: if loss, gradient or logits are not finite; checkpoint and training state are the last good ones.
-        OSError: if one of them cannot be written; the older one stands.
+        OSError: if checkpoint or training state cannot be written; the older one stays.
     """
     run_options = RunOptions(**options)
     with run_options.claimed(output, settings) as claim:
@@ -188,7 +188,7 @@ def train(
 
 
 def train_prepared(ready: Prepared, settings: TrainingSettings, claim: Claim, options: RunOptions) -> TrainingRecord:
-    """[`train`] on examples that are known to be usable, in a folder that is claimed."""
+    """Trains as [`train`] does, on examples that are checked already, in the folder that `claim` has locked."""
     run = _Run(ready, settings, claim, options)
     with _named_divergence(run.record, claim.output), _noted_signals() as signals:
         try:
@@ -201,7 +201,7 @@ def train_prepared(ready: Prepared, settings: TrainingSettings, claim: Claim, op
 
 
 class _Run:
-    """One start of a run: its trainer, its record, and what writes and shows them."""
+    """One start of a run: it takes the steps, and has the objects that measure, save, show and upload."""
 
     def __init__(self, ready: Prepared, settings: TrainingSettings, claim: Claim, options: RunOptions) -> None:
         elapsed = stopwatch()
@@ -258,13 +258,13 @@ class _Run:
         self._uploads = Uploads(output, repo_id, tell_upload)
 
     def measure_start(self) -> None:
-        """Measures a drafter of `init` before its first step: it may stay the best."""
+        """Measures an initial drafter (`init`) before its first step, because it may stay the best."""
         has_point = bool(self.record.curve)
         if self._settings.init is not None and self._goal.held_out and not has_point:
             self._measure()
 
     def take_steps(self, signals: Sequence[int]) -> None:
-        """Takes the steps that are left, until the last one, a signal, or the end of the patience."""
+        """Takes the remaining steps, until the last one, a signal, or `patience` measurements without a better one."""
         settings = self._settings
         record, trainer = self.record, self.trainer
         last = trainer.num_steps
@@ -291,7 +291,7 @@ class _Run:
         self._uploads.add(record.best_step, is_last=True)
 
     def _measure(self) -> bool:
-        """Adds a point to the curve and keeps the weights if they are the best; gives whether the patience has ended."""
+        """Adds a point to the curve, and saves the weights if they are the best; returns whether `patience` is exhausted."""
         record = self.record
         point = self._goal.measure(self.trainer)
         is_better = self._goal.is_better(point, record)
@@ -312,7 +312,7 @@ def _fingerprints(inputs: Facts) -> dict[str, str]:
 
 
 def _licence_of_init(settings: TrainingSettings) -> Facts:
-    """The licence of the drafter of `init` as a fact of the run; no fact without `init`."""
+    """Returns the licence of the initial drafter as an entry `init_licence` of `training.json`; an empty dict without `init`."""
     if settings.init is None:
         return {}
     licence = read_licence(settings.init)
@@ -320,7 +320,7 @@ def _licence_of_init(settings: TrainingSettings) -> Facts:
 
 
 def _announce_sizes(ready: Prepared, settings: TrainingSettings, longest_answer: int, announce: Announce) -> None:
-    """Announces a drafter that is too large, and measured texts that are longer than those of the data."""
+    """Announces a drafter that is larger than the target's layers, and measurements longer than any answer in the data."""
     too_large = oversize(ready.drafter, ready.target, settings.init is not None)
     if too_large is not None:
         announce(too_large)
@@ -334,11 +334,13 @@ def _announce_sizes(ready: Prepared, settings: TrainingSettings, longest_answer:
 
 @contextmanager
 def claimed(output: Source, settings: TrainingSettings, resume: bool, overwrite: bool) -> Iterator[Claim]:
-    """Checks and locks `output` for the body. The first process does it; all processes get the same claim, or the same error.
+    """Checks and locks `output` while the body of the `with` runs, and yields the claim on it.
+
+    The first process does so for all; they get the same claim or raise the same error.
 
     Raises:
         ValueError: if `output` holds another run, the run to resume had other settings, another process writes it, the tracker is
-            not installed, or nothing could be uploaded.
+            not installed, or `publish_to` cannot be uploaded to.
         OSError: if `output` cannot be written.
     """
     folder = followed(Path(output))
@@ -368,7 +370,7 @@ def claimed(output: Source, settings: TrainingSettings, resume: bool, overwrite:
 
 @contextmanager
 def _named_divergence(record: TrainingRecord, output: Path) -> Iterator[None]:
-    """Adds to the message of a FloatingPointError of the body which checkpoint stands."""
+    """Inside the `with`, adds to the message of a FloatingPointError which checkpoint `output` holds now."""
     try:
         yield
     except FloatingPointError as error:
@@ -379,9 +381,9 @@ def _named_divergence(record: TrainingRecord, output: Path) -> Iterator[None]:
 
 @contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """Notes SIGTERM and the first SIGINT, so that the step at hand can end; a second SIGINT interrupts at once.
+    """Yields a list to which SIGTERM and the first SIGINT are added, so that the current step can end.
 
-    Off the main thread, where Python allows no handlers, it notes nothing.
+    A second SIGINT interrupts at once. Off the main thread, where Python allows no signal handlers, the list stays empty.
     """
     noted: list[int] = []
 
@@ -402,7 +404,7 @@ def _noted_signals() -> Iterator[list[int]]:
 
 
 class _Display:
-    """Shows a run: a progress bar over the `steps` that are left, the trackers, and the points of the curve."""
+    """Shows a run: draws a progress bar over the remaining `steps`, logs to the trackers, and passes on the curve's points."""
 
     def __init__(self, trainer: Trainer, options: RunOptions) -> None:
         self._trainer = trainer
@@ -423,7 +425,7 @@ class _Display:
         )
 
     def show_step(self, step: int, figures: StepFigures) -> None:
-        """Logs the figures of a step, and announces them once a minute where no bar is drawn."""
+        """Logs the figures of a step to the trackers, and without a bar announces the loss once a minute."""
         if step % self._trainer.settings.log_every == 0:
             shown = {
                 "loss": figures.loss,
@@ -437,7 +439,7 @@ class _Display:
             self._announce(f"step {step:,} of {num_steps:,}: loss {figures.loss:.3f}")
 
     def show_point(self, point: Facts, curve: Sequence[Facts]) -> None:
-        """Logs the newest point of the curve, and announces once that tau stays low."""
+        """Shows `point`, the newest one of `curve`, and logs it to the trackers; announces, once, if tau stays low."""
         newest = curve[-FLAT_POINTS:]
         taus = [point["tau"] for point in newest if "tau" in point]
         if not self._is_warned and _is_flat(taus):
@@ -445,8 +447,8 @@ class _Display:
             settings = self._trainer.settings
             recipe = "" if settings.recipe == "short" else "--recipe short, "
             self._announce(
-                f"tau has stayed at {taus[-1]:.2f} for {FLAT_POINTS} measurements, which is what a drafter gives that proposes one token everywhere "
-                f"({settings.recipe_text()}): give {recipe}other rates, or more steps."
+                f"tau has stayed at {taus[-1]:.2f} for {FLAT_POINTS} measurements, as for a drafter that proposes one token everywhere "
+                f"({settings.recipe_text()}): give {recipe}other learning rates, or more steps."
             )
         self.steps.clear()
         if self._on_point is not None:
@@ -459,14 +461,14 @@ class _Display:
         self.steps.set_postfix(floats)  # the bar rounds them
 
     def close(self) -> None:
-        """Ends the bar and the trackers. `end_training` of accelerate would destroy the caller's process group too."""
+        """Closes the bar and the trackers. accelerate's `end_training` would also destroy the caller's process group."""
         self.steps.close()
         for tracker in self._trainer.accelerator.trackers:
             tracker.finish()
 
 
 def _is_flat(taus: list[float]) -> bool:
-    """Whether the last points are low, and alike."""
+    """Whether there are `FLAT_POINTS` taus, all below `LEARNED_TAU`, that differ by less than `FLAT_TAU`."""
     if len(taus) < FLAT_POINTS:
         return False
     highest = max(taus)
@@ -474,7 +476,10 @@ def _is_flat(taus: list[float]) -> bool:
 
 
 def tracker_options(settings: TrainingSettings, output: Path) -> Facts:
-    """The arguments of `Accelerator` that ask for a tracker; ValueError for one that is not installed."""
+    """Returns the arguments with which `Accelerator` logs to the tracker of `settings`; ValueError if it is not installed.
+
+    Trackers that write files write to `OUTPUT.logs`.
+    """
     if settings.log_with is None:
         return {}
     known = [str(tracker) for tracker in accelerate.tracking.get_available_trackers()]
@@ -488,7 +493,7 @@ def tracker_options(settings: TrainingSettings, output: Path) -> Facts:
 
 
 def _flat(values: Facts, prefix: str = "") -> Facts:
-    """The numbers and texts that trackers take; a list as one entry per place."""
+    """Flattens nested figures into the numbers and texts that trackers take: `name/inner`, and `name_1`, `name_2` for a list."""
     flat: Facts = {}
     for name, value in values.items():
         if isinstance(value, list):

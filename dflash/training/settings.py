@@ -1,5 +1,5 @@
 # ruff: noqa: RUF009 (`_setting` makes every field with `field`)
-"""The recipe of a run as one dataclass, which a YAML file and the command's flags also spell. It imports no torch."""
+"""The settings of a training run as one dataclass, which YAML files and command-line flags fill in. It imports no torch."""
 
 import math
 from collections.abc import Collection
@@ -22,8 +22,8 @@ MarkovHeadType = Literal["vanilla", "gated"]
 Precision = Literal["bf16", "no"]
 TargetDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-# Defaults that differ between recipes, of fields that are `None` unless set; each recipe but for what it adds has all of them. The Muon rate is that of a drafter with `RECIPE_WIDTH` hidden channels.
-# short: for runs of hundreds or thousands of steps. paper: appendix A.1 of DFlash, for 800 K samples and 6 epochs.
+# The defaults that a recipe decides, of fields that are `None` unless set. Muon's learning rate is for a drafter of hidden size
+# `RECIPE_WIDTH`. short: for runs of hundreds or thousands of steps. paper: appendix A.1 of DFlash, for 800 K samples and 6 epochs.
 RECIPES: dict[str, Facts] = {
     "short": {
         "learning_rate": 2e-3,
@@ -63,7 +63,7 @@ KEPT = "What is measured and kept"
 
 
 def _setting(default: Any, topic: str, help: str, least: int | None = None, is_free: bool = False) -> Any:
-    """A field with its topic, help text and least value. A free setting may change when a run is resumed."""
+    """Returns a dataclass field with topic, help text and least value. A free setting may differ when a run is resumed."""
     return field(default=default, metadata={"topic": topic, "help": help, "least": least, "is_free": is_free})
 
 
@@ -71,11 +71,11 @@ def _setting(default: Any, topic: str, help: str, least: int | None = None, is_f
 class TrainingSettings:
     """The settings of a run. `recipe` decides the defaults of some; a value that is set wins over the recipe.
 
-    The `help` of each field says what it means and what `None` leads to. The values of the recipe are filled in at once, so
-    `dataclasses.replace(settings, recipe=…)` keeps those of the recipe before. `changed(recipe=…)` replaces them.
+    The `help` of each field says what it means and what `None` leads to. The values of the recipe are filled in when an instance is
+    made, so `dataclasses.replace(settings, recipe=…)` keeps the values of the old recipe. `changed(recipe=…)` replaces them.
 
     Raises:
-        ValueError: for a value of another type, or out of range.
+        ValueError: for a value of a wrong type or out of range, or settings that contradict each other.
     """
 
     recipe: RecipeName = _setting(
@@ -84,28 +84,41 @@ class TrainingSettings:
         "short: Muon, D-PACE; paper: AdamW, for 800 K texts or --init; jetspec: short, causal in the block, forward KL. Default: "
         "short, or paper with --init.",
     )
-    steps: int | None = _setting(None, STEPS, "Optimiser steps, in as many epochs as they take. Default: --epochs.", 1)
-    epochs: int = _setting(6, STEPS, "Passes over the data, where --steps is not given.", 1)
+    steps: int | None = _setting(None, STEPS, "Number of optimiser steps. Default: as many as --epochs take.", 1)
+    epochs: int = _setting(6, STEPS, "Passes over the data, if --steps is not given.", 1)
     init: str | None = _setting(None, DRAFTER, "Start from this drafter, of any dialect: a folder or a Hub id.")
     from_target: bool | None = _setting(
-        None, DRAFTER, "Begin with weights of the target's layers. Default: by recipe; never with --init."
+        None, DRAFTER, "Begin with copies of the target's layers. Default: by recipe; never with --init."
     )
-    num_hidden_layers: int | None = _setting(None, DRAFTER, "Its layers. Default: 5, or those of --init.", 1)
+    num_hidden_layers: int | None = _setting(None, DRAFTER, "Number of layers. Default: 5, or as in --init.", 1)
     intermediate_size: int | None = _setting(None, DRAFTER, "Width of its MLPs. Default: the target's.", 1)
-    num_taps: int | None = _setting(None, DRAFTER, "Target layers it reads, by the paper's spread. Default: 5.", 1)
-    target_layer_ids: list[int] | None = _setting(None, DRAFTER, "These layers instead, from 0, not the last: 1,9,17.")
-    block_size: int | None = _setting(None, DRAFTER, "Tokens of a block with anchor. Default: 16, or --init's.", 1)
-    sliding_window: int | None = _setting(None, DRAFTER, "Positions that each layer sees. Default: all.", 1)
-    is_causal: bool | None = _setting(None, DRAFTER, "Causal inside the block. Default: in sliding layers alone.")
+    num_taps: int | None = _setting(
+        None, DRAFTER, "Number of target layers that it reads, spread as in the paper. Default: 5.", 1
+    )
+    target_layer_ids: list[int] | None = _setting(
+        None, DRAFTER, "The target layers that it reads, from 0, without the last: 1,9,17. Default: by --num-taps."
+    )
+    block_size: int | None = _setting(
+        None, DRAFTER, "Tokens of a block, anchor included. Default: 16, or as in --init.", 1
+    )
+    sliding_window: int | None = _setting(None, DRAFTER, "Attention window of each layer. Default: none.", 1)
+    is_causal: bool | None = _setting(
+        None, DRAFTER, "Causal attention inside the block. Default: in layers with a sliding window only."
+    )
     head: HeadName | None = _setting(
         None,
         PARTS,
-        "A head that chooses token by token, in its published size, unless the settings of the head say another.",
+        "Add a head that chooses token by token, in its published size unless the settings below say otherwise.",
     )
     conv_kernel_size: int | None = _setting(
-        None, PARTS, "DFlash2: positions mixed into one; published: 2. Default: no mixing, or as trained.", 1
+        None,
+        PARTS,
+        "DFlash2: kernel size of its convolutions over positions; published: 2. Default: no convolutions, or as trained.",
+        1,
     )
-    conv_group_size: int | None = _setting(None, PARTS, "DFlash2: channels that share a mixture; published: 16.", 1)
+    conv_group_size: int | None = _setting(
+        None, PARTS, "DFlash2: channels that share a kernel's dynamic part; published: 16.", 1
+    )
     selector_rank: int | None = _setting(
         None, PARTS, "DFlash2: rank of the selector; published: 256. Default: no selector, or as trained.", 1
     )
@@ -118,21 +131,21 @@ class TrainingSettings:
         "Domino: width of the GRU that reads the block's tokens; published: 1024. Default: no such head.",
         1,
     )
-    emb_dim: int | None = _setting(None, PARTS, "Domino: width of its table of tokens; published: 256.", 1)
+    emb_dim: int | None = _setting(None, PARTS, "Domino: width of its token table; published: 256.", 1)
     pure_draft_prefix_len: int | None = _setting(
         None,
         PARTS,
-        "Domino: first proposals that its head leaves alone. Default: 1, as published and as SGLang takes it.",
+        "Domino: number of first proposals that its head does not change. Default: 1, as published and as SGLang has it.",
         0,
     )
     markov_rank: int | None = _setting(
-        None, PARTS, "DSpark: rank of the bias of each token after another; published: 256. Default: no such head.", 1
+        None, PARTS, "DSpark: rank of the biases of pairs of tokens; published: 256. Default: no such head.", 1
     )
     markov_head_type: MarkovHeadType | None = _setting(
-        None, PARTS, "DSpark: gated lets the hidden state weigh the rank. Default: vanilla, which does not."
+        None, PARTS, "DSpark: gated: the biases depend on the hidden state too. Default: vanilla, they do not."
     )
     confidence: bool | None = _setting(
-        None, PARTS, "DSpark: learn the chance that each proposal is accepted. Default: with --head dspark."
+        None, PARTS, "DSpark: learn the probability that a proposal is accepted. Default: with --head dspark."
     )
     freeze_init: bool = _setting(
         False,
@@ -140,12 +153,12 @@ class TrainingSettings:
         "With init: train only the added parts, such as a head. If none is added, train those that init already has.",
     )
     mask_token_id: int | None = _setting(
-        None, DRAFTER, "Id that fills a block. Default: the mask token, or an unused id."
+        None, DRAFTER, "Token id that fills a block. Default: the tokenizer's mask token, or an unused id."
     )
     target_dtype: TargetDtype = _setting(
-        "auto", TARGET, "dtype of its weights; auto: as it is stored, fp32 on a CPU without bf16."
+        "auto", TARGET, "dtype of the target's weights; auto: as stored, but fp32 on a CPU without bf16."
     )
-    device_map: str | None = _setting(None, TARGET, "auto: spread it over all devices.", is_free=True)
+    device_map: str | None = _setting(None, TARGET, "auto: spread the target over all devices.", is_free=True)
     trust_remote_code: bool = _setting(
         False, TARGET, "Run code that the target's repository holds. Read it first.", is_free=True
     )
@@ -153,16 +166,20 @@ class TrainingSettings:
         None, LOSS, "ce: the data's tokens; forward_kl: the target's distribution. Default: ce, or by recipe."
     )
     position_weights: PositionWeightsName = _setting(
-        None, LOSS, "Along a block: exponential or D-PACE. Default: by recipe."
+        None, LOSS, "Weights along a block: decay (exponential) or dpace (D-PACE). Default: by recipe."
     )
     gamma: float | None = _setting(
-        None, LOSS, "Decay of the exponential, which it asks for. Default: the paper's for the block size."
+        None,
+        LOSS,
+        "Length of the exponential decay in tokens; sets --position-weights decay. Default: the paper's for the block size.",
     )
-    dpace_alpha: float = _setting(0.5, LOSS, "D-PACE: least chance of acceptance that is assumed, above 0.")
+    dpace_alpha: float = _setting(0.5, LOSS, "D-PACE: smallest probability of acceptance that is assumed, above 0.")
     selector_weight: float = _setting(1.0, LOSS, "Weight of the loss of the head that chooses token by token.", 0)
-    num_anchors: int = _setting(512, LOSS, "Blocks per sequence, at most.", 1)
-    rejected_share: float = _setting(0.0, LOSS, "Share of the blocks at recorded rejections, where data has them.", 0)
-    seed: int = _setting(0, LOSS, "Seed of the first weights, the order of the data and the anchors.", 0)
+    num_anchors: int = _setting(512, LOSS, "Largest number of blocks per sequence.", 1)
+    rejected_share: float = _setting(
+        0.0, LOSS, "Share of the blocks that begin where the data, a trace, records a rejected draft.", 0
+    )
+    seed: int = _setting(0, LOSS, "Seed of the initial weights, the order of the data and the anchors.", 0)
     max_length: int | None = _setting(3072, DATA, "Longer sequences are cut to this many tokens.", 1)
     min_length: int | None = _setting(None, DATA, "Shorter sequences are left out. Default: shorter than a block.", 1)
     drop_long: bool = _setting(False, DATA, "Leave longer sequences than --max-length out instead of cutting them.")
@@ -178,47 +195,66 @@ class TrainingSettings:
     thinking: bool = _setting(False, DATA, "Let the chat template ask for thinking.")
     batch_tokens: int = _setting(4096, STEPS, "Tokens of a batch with padding, over all processes and parts.", 1)
     held_out: int = _setting(8, DATA, "Sequences to measure acceptance on, a tenth of the data at most.", 0)
-    eval_data: str | None = _setting(None, DATA, "Data to take these sequences from. Default: --data, without them.")
+    eval_data: str | None = _setting(
+        None, DATA, "Data to take the held-out sequences from. Default: --data, which is then trained on without them."
+    )
     lora_rank: int | None = _setting(
-        None, STEPS, "Train a change of this rank to each matrix. Default: all weights.", 1
+        None, STEPS, "Train a low-rank update (LoRA) of this rank for each linear layer. Default: all weights.", 1
     )
-    learning_rate: float = _setting(None, STEPS, "Peak rate of AdamW. Default: by recipe.")
+    learning_rate: float = _setting(None, STEPS, "Peak learning rate of AdamW. Default: by recipe.")
     muon_learning_rate: float | None = _setting(
-        None, STEPS, "Peak rate of Muon for the matrices; 0: AdamW trains them. Default: by recipe and width.", 0
+        None,
+        STEPS,
+        "Peak learning rate of Muon for the matrices; 0: AdamW trains them. Default: by recipe and width.",
+        0,
     )
-    warmup_ratio: float = _setting(0.04, STEPS, "Share of the steps in which the rate rises; then a cosine falls.")
+    warmup_ratio: float = _setting(
+        0.04, STEPS, "Share of the steps in which the learning rate warms up; then it falls along a cosine."
+    )
     weight_decay: float = _setting(0.0, STEPS, "Weight decay of matrices, codebooks and tables.", 0)
     max_grad_norm: float = _setting(1.0, STEPS, "Gradients are clipped to this norm.")
     mixed_precision: Precision | None = _setting(
         None,
         COMPUTE,
-        "bf16 computes in bf16 over fp32 weights, no in fp32. Default: bf16 where the machine multiplies it.",
+        "bf16: compute in bf16 with fp32 weights; no: compute in fp32. Default: bf16 if the hardware multiplies it.",
     )
-    gradient_accumulation_steps: int = _setting(1, STEPS, "Parts of a batch: less memory, the same step.", 1)
-    gradient_checkpointing: bool = _setting(False, COMPUTE, "Compute activations again in the backward pass.")
+    gradient_accumulation_steps: int = _setting(
+        1, STEPS, "Parts into which a batch is cut: less memory, the same step.", 1
+    )
+    gradient_checkpointing: bool = _setting(False, COMPUTE, "Recompute activations in the backward pass.")
     compile: bool = _setting(False, COMPUTE, "Compile the drafter's training forward.")
     shard: bool = _setting(False, COMPUTE, "Shard the drafter's weights and optimiser over the processes (FSDP2).")
     shard_target: bool = _setting(False, COMPUTE, "Shard the target's layers over the processes too.")
-    features: str | None = _setting(None, COMPUTE, "Folder of the target's features, written if new. Default: online.")
-    chunk_rows: int | None = _setting(None, COMPUTE, "Positions whose logits exist at a time. Default: 256 MiB.", 1)
+    features: str | None = _setting(
+        None, COMPUTE, "Folder of the target's features, written if new. Default: compute them at each step."
+    )
+    chunk_rows: int | None = _setting(
+        None, COMPUTE, "Number of positions whose logits exist at a time. Default: what fills 256 MiB.", 1
+    )
     patience: int | None = _setting(
         None, KEPT, "End after this many measurements in a row without a better one. Default: never.", 1
     )
     eval_every: int | None = _setting(
         None, KEPT, "Steps between measurements on held-out prompts. Default: a tenth of the run, 500 at most.", 1
     )
-    eval_new_tokens: int = _setting(256, KEPT, "Length of the texts that are measured.", 1)
+    eval_new_tokens: int = _setting(256, KEPT, "Most tokens to decode after a held-out prompt.", 1)
     save_every: int | None = _setting(
-        None, KEPT, "Steps between training states, from which --resume goes on. Default: as --eval-every's.", 1, True
+        None,
+        KEPT,
+        "Steps between training states, from which --resume goes on. Default: a tenth of the run, 500 at most.",
+        1,
+        True,
     )
-    log_every: int = _setting(10, KEPT, "Steps between lines in the trackers.", 1, True)
+    log_every: int = _setting(10, KEPT, "Steps between entries in the tracker.", 1, True)
     log_with: str | None = _setting(
         None, KEPT, "Tracker of the curves: tensorboard, wandb, trackio or another of accelerate's.", is_free=True
     )
     publish_to: str | None = _setting(
         None, KEPT, "Upload each better checkpoint here on the Hub: namespace/name.", is_free=True
     )
-    license: str | None = _setting(None, KEPT, "Licence of the drafter for its card, as in apache-2.0.", is_free=True)
+    license: str | None = _setting(
+        None, KEPT, "Licence of the drafter, for its model card, such as apache-2.0.", is_free=True
+    )
 
     def __post_init__(self) -> None:
         self._fill_in()
@@ -230,7 +266,7 @@ class TrainingSettings:
                 raise ValueError(sentence)
 
     def _fill_in(self) -> None:
-        """Sets what a recipe decides, and the recipe itself."""
+        """Sets the recipe, and the fields still `None` that the recipe or the head decides."""
         if self.recipe is None:
             self._set("recipe", "short" if self.init is None else "paper")
         if self.gamma is not None and self.position_weights is None:
@@ -245,7 +281,7 @@ class TrainingSettings:
         object.__setattr__(self, name, value)
 
     def _check(self, setting: Field[Any], hint: Any) -> None:
-        """Raises ValueError for an empty text, a value of another type, or one below the least value."""
+        """Raises ValueError for an empty text, a wrong type or a value out of range; an int becomes a float if one is expected."""
         name = setting.name
         help = setting.metadata["help"]
         least = setting.metadata["least"]
@@ -269,7 +305,7 @@ class TrainingSettings:
             raise ValueError(f"{name}={value}: give a number above 0.")
 
     def _refusals(self) -> list[tuple[bool, str]]:
-        """For each combination that cannot be trained: whether these settings ask for it, and the error's message."""
+        """Returns a pair for each combination that cannot be trained: whether these settings have it, and the error's message."""
         lora = f"lora_rank={self.lora_rank}"
         has_lora = self.lora_rank is not None
         has_init = self.init is not None
@@ -314,11 +350,11 @@ class TrainingSettings:
         ]
 
     def muon_rate(self, width: int) -> float:
-        """Peak rate of Muon for a drafter of `width` hidden channels, 0 for none: `muon_learning_rate`, or the recipe's.
+        """Returns Muon's peak learning rate for a drafter of hidden size `width`; 0 if AdamW trains the matrices.
 
-        The recipe's falls with the square root of the width, so that one default serves all sizes. Muon's updates are scaled to
-        the RMS of AdamW's (Moonlight, arXiv 2502.16982), so their spectral norm grows with that root; features are learned
-        alike at all widths where it does not grow (A Spectral Condition for Feature Learning, arXiv 2310.17813).
+        It is `muon_learning_rate` or, by default, the recipe's, which falls with the square root of the width. Muon's updates are
+        scaled to the RMS of AdamW's (Moonlight, arXiv 2502.16982), so their spectral norm would grow with this root. Features are
+        learned equally well at all widths if it does not grow (A Spectral Condition for Feature Learning, arXiv 2310.17813).
         """
         if self.muon_learning_rate is not None:
             return self.muon_learning_rate
@@ -326,13 +362,13 @@ class TrainingSettings:
         return rate * math.sqrt(RECIPE_WIDTH / width)
 
     def changed(self, **settings: Any) -> "TrainingSettings":
-        """A copy with other `settings`. A recipe among them decides anew what recipes decide."""
+        """Returns a copy with these `settings` changed. A new `recipe` also resets all other fields that recipes decide."""
         by_recipe: Facts = dict.fromkeys(RECIPES[self.recipe]) if "recipe" in settings else {}
         return replace(self, **by_recipe | settings)
 
     @property
     def longest(self) -> int | None:
-        """The length beyond which sequences are left out; `None` if longer ones are cut."""
+        """The length above which sequences are left out; `None` if longer ones are cut instead."""
         return self.max_length if self.drop_long else None
 
     @property
@@ -343,7 +379,7 @@ class TrainingSettings:
         return RECIPES[self.recipe]["from_target"]
 
     def recipe_text(self) -> str:
-        """The recipe, and what was set instead of its values: `short with learning_rate=0.001`."""
+        """Returns the recipe's name and the values that differ from it, such as `short with learning_rate=0.001`."""
         changes = []
         for name, usual in RECIPES[self.recipe].items():
             value = getattr(self, name)
@@ -352,17 +388,17 @@ class TrainingSettings:
         return f"{self.recipe} with {', '.join(changes)}" if changes else self.recipe
 
     def interval(self, name: str, steps: int) -> int:
-        """`eval_every` or `save_every` of a run of `steps` steps."""
+        """Returns the setting `name` (`eval_every` or `save_every`), by default a tenth of `steps` and at most 500."""
         default = max(1, min(500, steps // 10))
         return getattr(self, name) or default
 
     def chosen(self, names: Collection[str]) -> Facts:
-        """The settings of these names that are not `None`."""
+        """Returns by name the settings among `names` that are not `None`."""
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
     def decisive(self) -> Facts:
-        """The settings that decide what is learned."""
+        """Returns by name the settings that decide what is learned. A resumed run must have the same."""
         names = [setting.name for setting in fields(self) if not setting.metadata["is_free"]]
         return {name: getattr(self, name) for name in names}
 
@@ -371,7 +407,7 @@ LINE_FORM = "write one `name: value` a line"
 
 
 def read_yaml(path: Path, others: Collection[str] = ()) -> Facts:
-    """The settings in a YAML file by name, where `-` stands for `_` too. `others` are names that are allowed beside settings.
+    """Reads a YAML file; returns its values by field name, with `-` read as `_`. Names in `others` are allowed too.
 
     Raises:
         ValueError: for a file that cannot be read, an unknown name, or a name that is given twice.
@@ -410,7 +446,7 @@ def _field_name(key: Any) -> str:
 
 
 def _number_of(value: Any) -> Any:
-    """The value of a number's field in a YAML file. YAML 1.1 reads a rate of 6e-4 as text, which becomes a number here."""
+    """Converts a text that is a number to float; returns other values unchanged. YAML 1.1 reads 6e-4 as text."""
     if isinstance(value, str):
         with suppress(ValueError):
             return float(value)
@@ -418,7 +454,7 @@ def _number_of(value: Any) -> Any:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, or the type alone."""
+    """Returns the types of a union, or a tuple of the type itself."""
     is_union = get_origin(hint) in (Union, UnionType)
     return get_args(hint) if is_union else (hint,)
 
@@ -432,7 +468,7 @@ def _fits(value: Any, option: Any) -> bool:
 
 
 def _in_words(hint: Any) -> str:
-    """A type in words, without its `None`."""
+    """Describes a type for an error, without its `None`: `a whole number`, `one of bf16, no`."""
     (option,) = (option for option in _options(hint) if option is not NoneType)
     if get_origin(option) is Literal:
         return f"one of {', '.join(get_args(option))}"
@@ -440,7 +476,7 @@ def _in_words(hint: Any) -> str:
     return words.get(option, "a list of numbers")
 
 
-# What `dflash adapt` does unless told otherwise.
+# The default settings of `dflash adapt`.
 ADAPTATION = TrainingSettings(
     recipe="paper",
     steps=600,

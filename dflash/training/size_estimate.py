@@ -1,4 +1,4 @@
-"""What a run will take, announced before it begins: its memory, and a drafter that is too large for its target."""
+"""Estimates, before a run begins, how much memory it needs, and whether the drafter is too large for its target."""
 
 import math
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from .trainer import Trainer
 
 
 class BatchSize(NamedTuple):
-    """The most columns, queries, and pairs of a query and a key that a share of a batch has."""
+    """The largest numbers in any micro-batch of columns, of the drafter's queries, and of pairs of a query and a key."""
 
     columns: int
     queries: int
@@ -37,7 +37,7 @@ LOGIT_COPIES = 3
 
 
 def estimate_memory(trainer: Trainer) -> dict[str, int]:
-    """Bytes per process, by purpose: an estimate of the large parts from shapes alone.
+    """Returns the estimated bytes per process by purpose: the large parts, computed from shapes alone.
 
     Weights, gradients and AdamW's two moments are fp32; Muon keeps one moment for a matrix. Activations are those of the
     largest batch of the first epoch.
@@ -75,12 +75,12 @@ def _value_bytes(trainer: Trainer) -> int:
 
 
 def _layers_at_once(trainer: Trainer) -> int:
-    """The layers that keep their tensors: with gradient checkpointing one, whose tensors are computed again."""
+    """Number of layers whose tensors are in memory at a time: all, or with gradient checkpointing the one being recomputed."""
     return 1 if trainer.settings.gradient_checkpointing else trainer.drafter.config.num_hidden_layers
 
 
 def _context_bytes(trainer: Trainer, size: BatchSize) -> int:
-    """Bytes of the target's features, and of the keys and values that the drafter's layers compute from them."""
+    """Bytes of the target's features, and of the keys and values that the drafter's layers compute from these."""
     config = trainer.drafter.config
     features = len(config.target_layer_ids or ()) * config.hidden_size
     key_width = config.num_key_value_heads * config.head_dim
@@ -90,9 +90,9 @@ def _context_bytes(trainer: Trainer, size: BatchSize) -> int:
 
 
 def _copied_bytes(trainer: Trainer) -> int:
-    """Matrices as they are multiplied, where these are not the weights themselves: in bf16, or with a change of low rank.
+    """Bytes of the copies of weight matrices that a forward multiplies: in bf16, or with a low-rank update added.
 
-    Layers whose weights are frozen keep none, because no gradient crosses them.
+    There are none if all layers are frozen, because no gradient passes through them.
     """
     drafter = trainer.drafter
     is_trained = [parameter.requires_grad for parameter in drafter.layers.parameters()]
@@ -104,14 +104,14 @@ def _copied_bytes(trainer: Trainer) -> int:
     matrices = [
         module.weight.numel()
         for name, module in drafter.named_modules()
-        if isinstance(module, nn.Linear) and not name.endswith("down_proj")  # which is made again
+        if isinstance(module, nn.Linear) and not name.endswith("down_proj")  # whose copy is recomputed
     ]
     copied = sum(matrices) * value_bytes
     return copied * _layers_at_once(trainer) // drafter.config.num_hidden_layers
 
 
 def _layer_bytes(trainer: Trainer, size: BatchSize) -> int:
-    """What layers and Domino's GRU keep of each query; layers that are computed again keep their input."""
+    """Bytes that layers and Domino's GRU keep for the backward pass; with gradient checkpointing a layer keeps its input only."""
     config = trainer.drafter.config
     width = config.hidden_size
     if not trainer.settings.gradient_checkpointing:
@@ -122,9 +122,9 @@ def _layer_bytes(trainer: Trainer, size: BatchSize) -> int:
 
 
 def _score_bytes(trainer: Trainer, size: BatchSize) -> int:
-    """The masks in fp32, one for each type of layer, and without a fused kernel the scores; flex attention has neither.
+    """Bytes of the fp32 masks, one per type of layer, and without a fused kernel of the scores; 0 for flex attention.
 
-    Blockwise attention keeps the scores of all layers, or those of some blocks of one layer where they are too many.
+    Blockwise attention keeps the scores of all layers or, if a layer has more than `MOST_SCORES`, those of one chunk of blocks.
     """
     config = trainer.drafter.config
     if trainer.attention == "flex_attention":
@@ -142,9 +142,10 @@ def _score_bytes(trainer: Trainer, size: BatchSize) -> int:
 
 
 def oversize(drafter: DFlashDraftModel, target: PreTrainedModel, is_trained: bool) -> str | None:
-    """A sentence on a drafter that is larger than its target's layers, whose embedding and head both use; else `None`.
+    """Returns a warning if the drafter has more parameters than the target's layers, else `None`.
 
-    The shape of a drafter that `is_trained`, of `init`, cannot be changed.
+    The target's embedding and head are not counted, because both models use them. `is_trained` says that the drafter comes from
+    `init`, so that its shape cannot be changed.
     """
     own = drafter.num_parameters()
     layers = sum(parameter.numel() for parameter in decoder_layers(target).parameters())
@@ -160,7 +161,7 @@ def oversize(drafter: DFlashDraftModel, target: PreTrainedModel, is_trained: boo
 
 
 def widest(trainer: Trainer) -> BatchSize:
-    """The largest share of a batch in the first epoch."""
+    """Returns the largest sizes that a micro-batch of one process has in the first epoch."""
     block_size = trainer.drafter.config.block_size
     plan = trainer.plan
     lengths = lengths_of(trainer.examples)
@@ -181,6 +182,6 @@ def widest(trainer: Trainer) -> BatchSize:
 
 
 def _largest_sum(values: list[int], batch: list[list[int]]) -> int:
-    """The largest sum over the documents of a sequence."""
+    """Sums `values` over the documents of each sequence in `batch`, and returns the largest sum."""
     sums = [sum(values[number] for number in sequence) for sequence in batch]
     return max(sums)

@@ -1,4 +1,7 @@
-"""The rows of a source by its name: a file, a folder, or a data set on the Hub, whole or streamed. It knows no tokenizer."""
+"""Opens a source by its name and reads its rows: a file, a folder, or a data set on the Hub, whole or streamed.
+
+It knows no tokenizer.
+"""
 
 import hashlib
 import os
@@ -27,14 +30,14 @@ class Version:
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source that exists: `rows` reads it from its beginning, `version` looks at what it holds now."""
+    """A source that exists. `rows()` reads it from its beginning; `version()` returns the version of its present content."""
 
     rows: Callable[[], Iterable[Mapping[str, Any]]]
     version: Callable[[], Version]
 
 
 def check_split(sources: Iterable[Source], split: str) -> None:
-    """Raises ValueError for a split other than the default if all sources are files, which have none."""
+    """Raises ValueError for a `split` other than the default `train` if all sources are files, which have no splits."""
     names = [os.fspath(source) for source in sources]
     are_files = [Path(name).expanduser().is_file() for name in names]
     if split != "train" and names and all(are_files):
@@ -44,10 +47,10 @@ def check_split(sources: Iterable[Source], split: str) -> None:
 
 
 def read_rows(source: str, split: str, streaming: bool = False) -> Iterable[Mapping[str, Any]]:
-    """The rows of a source by its name, as [`load_examples`] takes it.
+    """Returns an iterable over the rows of a source, which is named as [`load_examples`] takes it.
 
     With `streaming`, `datasets` neither downloads nor converts a whole data set: it reads rows when they are asked for. Rows of a
-    file of JSON lines can be read once, and a wrong line raises when it is reached.
+    file of JSON lines can be iterated once, and a malformed line raises when it is reached.
 
     Raises:
         ValueError: for an empty name, a split that does not exist, or a line that is no row.
@@ -57,7 +60,7 @@ def read_rows(source: str, split: str, streaming: bool = False) -> Iterable[Mapp
 
 
 def open_source(source: str, split: str, streaming: bool = False) -> OpenSource:
-    """A source by its name; arguments and errors as of [`read_rows`]."""
+    """Opens a source by its name. Arguments and errors are those of [`read_rows`]."""
     if not source:
         raise ValueError("The name of the data is empty: give a file, a folder, or the id of a data set on the Hub.")
     path = Path(source).expanduser()
@@ -91,17 +94,17 @@ def open_source(source: str, split: str, streaming: bool = False) -> OpenSource:
 
 
 def _opened(builder: Any, split: str, streaming: bool, source: str) -> OpenSource:
-    """The source that a builder of `datasets` reads: a stream, or the table that it prepares."""
+    """Returns the source that a builder of `datasets` reads, as a stream or a table; ValueError for an unknown split."""
     if not streaming:
         _prepare(builder, source)
         return _of_table(_split(builder.as_dataset(), split, source))
     rows = _split(builder.as_streaming_dataset(), split, source)
-    # The name of the folder of the cache changes with the commit on the Hub, and elsewhere with the time of a change.
+    # The name of the cache's folder changes with the commit on the Hub or, for local files, with their modification time.
     return OpenSource(lambda: rows, lambda: Version(f"{builder.cache_dir} {split}", None))
 
 
 def _prepare(builder: Any, source: str) -> None:
-    """Downloads a source and makes its table; ValueError if its files do not make one table."""
+    """Downloads a data set and converts it to a table in the cache; ValueError if its files do not fit one table."""
     import datasets
 
     try:
@@ -125,7 +128,7 @@ def _split(splits: Mapping[str, Any], split: str, source: str) -> Any:
 
 
 def file_digest(path: Path) -> str:
-    """The digest of a file's content."""
+    """Returns a hash of a file's content, 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while part := file.read(2**20):

@@ -1,7 +1,7 @@
-"""One optimiser step after another by a recipe, on one process or several. It knows no text.
+"""Takes the optimiser steps of a run, in one process or several. It knows no text.
 
-Every process takes its share of each batch, in as many parts as gradients are accumulated over. Losses, gradients and counts
-are joined as sums, so that neither the number of processes nor that of parts changes what is learned.
+Every process computes its share of each batch, cut into `gradient_accumulation_steps` parts. Losses, gradients and counts are
+summed, so that neither the number of processes nor that of parts changes what is learned.
 """
 
 import math
@@ -50,12 +50,12 @@ from .settings import Facts, TrainingSettings
 
 @dataclass(frozen=True)
 class StepFigures:
-    """The figures of one optimiser step."""
+    """What is reported of one optimiser step, equal on all processes."""
 
-    loss: float  # mean over the batch
-    gradient_norm: float
-    rates: dict[str, float]  # of each group of `group_names`
-    is_stopping: bool  # whether some process asked to stop
+    loss: float  # weighted mean over the whole batch
+    gradient_norm: float  # before clipping
+    rates: dict[str, float]  # learning rates by the names of `group_names`
+    is_stopping: bool  # whether any process asked to stop
 
 
 class Place(NamedTuple):
@@ -66,16 +66,20 @@ class Place(NamedTuple):
 
 
 class Trainer:
-    """A drafter, its target and the data, and how far training has come. It writes no file but the target's features.
+    """Trains a drafter step by step, and keeps how far training has come. It writes no file but the target's features.
 
     Args:
         drafter: The drafter, with fp32 weights; trained in place.
-        target: Its target; frozen here.
-        examples: Sequences that the target would write, all of them usable.
+        target: Its target. It is frozen in place.
+        examples: Sequences to train on, already checked by `usable`.
         settings: The recipe.
-        state: Of `state` in an earlier start of the same run.
-        announce: Told in a sentence what is about to take long or much room.
+        state: The result of `state()` in an earlier start of the same run, to go on from there.
+        announce: Called with a sentence about anything that will take long or much space, or is done differently.
         trackers: Passed on to `Accelerator`: `log_with`, `project_dir`.
+
+    Raises:
+        ValueError: for settings that do not fit the drafter, the data or accelerate's configuration, or a folder of features that
+            belongs to another run.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class Trainer:
         self.target = target
         self.drafter = drafter
         self.accelerator = Accelerator(mixed_precision="no", cpu=is_cpu_alone(), **trackers)
-        # The precision of accelerate would be the same for all runs of a process.
+        # accelerate's own setting of the precision would hold for all later runs of the process.
         self.precision = settings.mixed_precision or ("bf16" if computes_in_bf16() else "no")
         self.muon_rate = settings.muon_rate(drafter.config.hidden_size)
         self.num_shares = self.accelerator.num_processes * settings.gradient_accumulation_steps
@@ -110,7 +114,7 @@ class Trainer:
         self._peaks = [group["lr"] for group in self._groups()]
         network: Any = torch.compile(drafter) if settings.compile else drafter
         if settings.gradient_checkpointing:
-            # Its name changes in transformers 5, its default in 4 keeps gradients from arguments by name.
+            # transformers 5 renames the method. The default of transformers 4 (reentrant) passes no gradient to keyword arguments.
             enable = getattr(drafter, "activation_checkpointing_enable", drafter.gradient_checkpointing_enable)
             enable({"use_reentrant": False})
         self._frozen = FrozenTarget(target, drafter)
@@ -139,13 +143,13 @@ class Trainer:
         self._batches = self._endless_batches()
 
     def _check_settings(self) -> None:
-        """Raises ValueError for settings that ask for parts which the drafter or the data has not."""
+        """Raises ValueError for `freeze_init` if no weight is frozen, or `rejected_share` if the data records no rejected draft."""
         settings = self.settings
         is_trained = [parameter.requires_grad for parameter in self.drafter.parameters()]
         if settings.freeze_init and all(is_trained):
             raise ValueError(
                 "freeze_init, and all weights of the drafter would be trained: begin with `train_drafter`, or set "
-                "requires_grad of those that stay to False."
+                "requires_grad of the weights to keep to False."
             )
         if settings.rejected_share and not has_rejected(self.examples):
             raise ValueError(
@@ -177,12 +181,12 @@ class Trainer:
         self.drafter.to(device)
 
     def _groups(self) -> list[Facts]:
-        """The groups of all optimisers, which a training state replaces."""
+        """Returns the parameter groups of all optimisers. Not stored, because loading a training state replaces them."""
         return list(chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers))
 
     @property
     def rates(self) -> str:
-        """The peak rates in the form of settings: `learning_rate=0.002, muon_learning_rate=0.02`."""
+        """The peak learning rates as text, in the form of settings: `learning_rate=0.002, muon_learning_rate=0.02`."""
         rates = {
             "learning_rate": self.settings.learning_rate,
             "muon_learning_rate": self.muon_rate,
@@ -192,16 +196,16 @@ class Trainer:
 
     @property
     def attention(self) -> str:
-        """The attention with which the drafter's blocks are trained."""
+        """The name of the attention implementation with which the drafter is trained on this device."""
         return self._loss_of.attention(self.accelerator.device)
 
     def feature_bytes(self) -> int:
-        """Bytes that the target's features of the data would take on disk."""
+        """Returns the number of bytes that the target's features of the data take on disk."""
         wants_states = reads_target(self.settings.loss)
         return feature_bytes(self._frozen, self.examples, wants_states)
 
     def _cached_features(self, announce: Announce) -> CachedFeatures | None:
-        """The features in the folder that the settings name, written first if it holds none; `None` without such a folder."""
+        """Returns a reader of the folder `settings.features`, after the first process has filled it; `None` without a folder."""
         settings = self.settings
         if settings.features is None:
             return None
@@ -227,11 +231,11 @@ class Trainer:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes, draws and reports."""
+        """Whether this is the process that writes files, shows progress and reports."""
         return self.accelerator.is_main_process
 
     def step(self, stop: bool = False) -> StepFigures:
-        """One optimiser step on the next batch; all processes learn if one gives `stop`.
+        """Takes one optimiser step on the next batch. If any process passes `stop`, `is_stopping` is true on all.
 
         Raises:
             FloatingPointError: if loss or gradient are not finite; the weights are those of the step before.
@@ -264,7 +268,7 @@ class Trainer:
         return StepFigures(loss, norm.item(), named_rates, is_stopping)
 
     def _backward(self, batch: Batch) -> DraftCounts:
-        """Adds the gradients of this process's share of `batch`, and gives its counts."""
+        """Accumulates the gradients of this process's share of `batch`, and returns its counts."""
         device = self.accelerator.device
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16")
         all_counts = []
@@ -291,9 +295,9 @@ class Trainer:
             )
 
     def measure(self, held_out: Prompts) -> Facts:
-        """A point of the curve: the training counts since the last point, and the true acceptance on the `held_out` prompts.
+        """Returns a point of the curve: training counts since the last point and, with prompts, the acceptance on `held_out`.
 
-        Without a step since then it has no counts.
+        The counts are then reset. Without a step since the last point there are none. All processes must call it.
         """
         accelerator = self.accelerator
         point: Facts = {"step": self.step_number}
@@ -307,7 +311,10 @@ class Trainer:
         return point
 
     def acceptance(self, prompts: Prompts) -> AcceptanceCounts:
-        """True acceptance on `prompts`, greedy, over all processes. FloatingPointError if the last steps broke the drafter."""
+        """Decodes `prompts` greedily, shared among the processes, and returns the counts of all. All processes must call it.
+
+        FloatingPointError if training has made the drafter's logits NaN or infinite.
+        """
         drafter = self.whole_drafter().eval()
         index, count = self.accelerator.process_index, self.accelerator.num_processes
         if is_sharded(self.target):  # it runs only where all processes run it, so each decodes all prompts
@@ -329,11 +336,14 @@ class Trainer:
         return join_acceptances(self.accelerator, acceptance) if count > 1 else acceptance
 
     def whole_drafter(self) -> DFlashDraftModel:
-        """The drafter as it decodes and is saved, with changes of low rank merged. All processes must call it."""
+        """Returns the drafter unsharded and with low-rank updates merged, to decode or save. All processes must call it."""
         return whole_copy(self.drafter)
 
     def state(self) -> Facts:
-        """All that the next step depends on. All processes must call it; the first one has the tensors of a sharded drafter."""
+        """Returns all that the next step depends on, to save and to pass as `state` later. All processes must call it.
+
+        If the drafter is sharded, only the first process gets the tensors.
+        """
         return full_state(self.drafter, self.optimizers) | {
             "step": self.step_number,
             "place": list(self.next_place),
@@ -359,12 +369,12 @@ class Trainer:
 
     @cached_property
     def batches_per_epoch(self) -> int:
-        """Batches of the first epoch; later epochs may have one more or less."""
+        """Number of batches in the first epoch. Later epochs may have slightly more or fewer."""
         lengths = lengths_of(self.examples)
         return len(epoch_sequences(lengths, 0, self.plan))
 
     def _endless_batches(self) -> Iterator[tuple[Place, Batch]]:
-        """Every batch from `next_place` on, with its place."""
+        """Yields every batch from `next_place` on with its place, epoch after epoch, without end."""
         epoch, first = self.next_place
         while True:
             batches = epoch_batches(self.examples, epoch, self.plan, first)

@@ -33,10 +33,10 @@ def state_folder(output: Path) -> Path:
 
 
 def save_state(folder: Path, facts: Facts, tensors: Facts | None) -> None:
-    """Writes a training state to `folder`, replacing an older one; before the first step it has no tensors.
+    """Writes a training state to `folder`, replacing an older one. `tensors` are `None` before the first step.
 
     Raises:
-        OSError: if it cannot be written, as on a full disk; the older one stands.
+        OSError: if it cannot be written, for example on a full disk; the older state stays.
     """
     with saving("training state", folder), written_aside(folder) as aside:
         aside.mkdir()
@@ -47,9 +47,9 @@ def save_state(folder: Path, facts: Facts, tensors: Facts | None) -> None:
 
 @contextmanager
 def saving(what: str, folder: Path, left: str | None = None) -> Iterator[None]:
-    """Turns the errors of a full disk, which differ between the libraries that write, into one OSError with the remedy.
+    """Inside the `with`, turns any library's error about a failed write into one OSError with the remedy.
 
-    `left` says what the folder holds then. Default: what it held before.
+    Its message names `what` could not be written, and `left` is what `folder` then holds. Default: the older state, or none.
     """
     try:
         yield
@@ -63,7 +63,7 @@ def saving(what: str, folder: Path, left: str | None = None) -> Iterator[None]:
 
 
 def read_tensors(folder: Path) -> Facts | None:
-    """Weights, optimisers and counts of a training state, on the CPU; `None` if the run was stopped before it saved them."""
+    """Loads the tensors of a training state to the CPU; `None` if it has none, ValueError if there is no such folder."""
     if not folder.is_dir():
         remedy = "give an output on a disk that all machines share"
         raise ValueError(f"The training state {folder} is not on this machine: {remedy}.")
@@ -72,7 +72,7 @@ def read_tensors(folder: Path) -> Facts | None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Deletes what a killed process left half-written beside `folder`, and puts back a folder that it had moved aside."""
+    """Deletes the half-written files that a killed process left beside `folder`, and restores a folder that it had moved aside."""
     for old in leftovers(folder, "replaced-*"):
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -86,7 +86,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def remove_state(folder: Path) -> None:
-    """Deletes the state of a run that is complete."""
+    """Deletes the training state in `folder`, if there is one. A kill meanwhile leaves no half of a state."""
     if folder.exists():
         folder.rename(folder.with_name(f".{folder.name}.partial-{os.getpid()}"))  # a kill leaves no half of it
     clear_leftovers(folder)
@@ -94,19 +94,19 @@ def remove_state(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Claim:
-    """The folder of a run, and the facts of an unfinished run in it to go on from, or of a finished one."""
+    """The folder of a run, and what it holds of an earlier start: an unfinished run, a finished run, or neither."""
 
     output: Path
-    saved: Facts | None = None
-    finished: Facts | None = None
+    saved: Facts | None = None  # content of `state.json` of an unfinished run
+    finished: Facts | None = None  # content of `training.json` of a finished run
 
 
 def find_run(output: Path, settings: TrainingSettings, resume: bool, overwrite: bool) -> Claim:
-    """What a run in `output` goes on from: an unfinished run, a finished one, or neither.
+    """Returns the claim on `output`, with the unfinished or finished run to resume in it, or without one to begin anew.
 
     Raises:
-        ValueError: if `output` holds another run and neither `resume` nor `overwrite` is given, or if the run to resume has
-            other settings.
+        ValueError: if `output` holds a run and neither `resume` nor `overwrite` is given, if both are given, or if `output` holds
+            a run with other settings, or a checkpoint without a run, and `resume` is given.
     """
     refuse_both(resume, overwrite)
     folder = state_folder(output)
@@ -134,12 +134,12 @@ def find_run(output: Path, settings: TrainingSettings, resume: bool, overwrite: 
 
 
 def _read_json(path: Path) -> Facts | None:
-    """The facts in a JSON file, `None` if there is no file."""
+    """Returns the content of a JSON file; `None` if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def public_settings(settings: TrainingSettings) -> TrainingSettings:
-    """The settings without paths of this machine."""
+    """Returns a copy of the settings in which local paths are reduced to their last part."""
     return replace(
         settings,
         init=public_name(settings.init),

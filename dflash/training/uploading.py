@@ -17,7 +17,7 @@ from .settings import TrainingSettings
 
 
 def check_upload(settings: TrainingSettings) -> None:
-    """Raises ValueError if nothing could be uploaded: for the repository's name, without a token, or by the licence of `init`."""
+    """Raises ValueError if `publish_to` is no repository name, there is no token, or the licence of `init` forbids uploads."""
     repo_id, init = settings.publish_to, settings.init
     if repo_id is None:
         return
@@ -38,15 +38,15 @@ def check_upload(settings: TrainingSettings) -> None:
 
 @dataclass
 class Uploads:
-    """Uploads a run's checkpoints, and remembers the last one. That of step 0, with which the run begins, is not uploaded."""
+    """Uploads a run's checkpoints to the Hub. The initial drafter, the checkpoint of step 0, is not uploaded."""
 
-    folder: Path
-    repo_id: str | None
+    folder: Path  # of the checkpoint
+    repo_id: str | None  # `None`: nothing is uploaded
     announce: Announce
-    step: int = 0
+    step: int = 0  # of the last upload
 
     def add(self, step: int, is_last: bool = False) -> None:
-        """Uploads the checkpoint of `step` in one commit, if it is new or the run's last; a new repository is private.
+        """Uploads the checkpoint of `step` in one commit, if it is new or the run's last one; a new repository is private.
 
         A failure is announced and not raised.
         """

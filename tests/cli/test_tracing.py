@@ -144,11 +144,11 @@ def test_a_text_that_is_interrupted_is_recorded_as_far_as_it_came(tmp_path: Path
     [
         (
             "trace of another target",
-            "Row 1 was recorded with the weights {ours} of other and those of {folder}/target are ",
+            "Row 1 was recorded with the weights {ours} of other but {folder}/target has ",
         ),
         (
             "trace of another tokenizer",
-            "Row 1 was recorded with the tokenizer 0a of target and those of {folder}/target are ",
+            "Row 1 was recorded with the tokenizer 0a of target but {folder}/target has ",
         ),
         (
             '{{"prompt": "mine"}}\n',

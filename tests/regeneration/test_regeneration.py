@@ -232,7 +232,7 @@ def test_nothing_is_asked_after_an_answer_that_was_cut(tokenizer: Any, tmp_path:
         overwrite=True,
     )
     assert [row["row"] for row in read(tmp_path / "r.jsonl")] == [2]
-    with pytest.raises(ValueError, match="Every one of the 1 answers was cut off: ask for a larger max_new_tokens"):
+    with pytest.raises(ValueError, match="Every one of the 1 answers was cut off: give a larger max_new_tokens"):
         regenerate_data(
             writer,
             tokenizer,
@@ -495,7 +495,7 @@ def test_an_output_that_holds_something_else_is_refused(target: Any, tokenizer: 
     mine = tmp_path / "mine.jsonl"
     mine.write_text(json.dumps(CHATS[0]) + "\n")
     for how in ({}, {"resume": True}, {"overwrite": True}):
-        with pytest.raises(ValueError, match=r"something else than a run \(there is no mine.manifest.json\)"):
+        with pytest.raises(ValueError, match=r"something other than a run \(there is no mine.manifest.json\)"):
             write(path=mine, **how)
     with pytest.raises(ValueError, match="is the data itself"):
         write(rows=mine, path=mine, overwrite=True)
@@ -608,7 +608,9 @@ def test_rows_that_ask_nothing_are_left_out_and_counted(target: Any, tokenizer: 
         regenerate_data(TargetWriter(target), tokenizer, [rows[1], rows[3]], tmp_path / "s.jsonl", SETTINGS)
     with pytest.raises(ValueError, match="the data holds no row"):
         regenerate_data(TargetWriter(target), tokenizer, [], tmp_path / "s.jsonl", SETTINGS)
-    with pytest.raises(ValueError, match=r"Row 2 of the data: its columns \['words'\] ask nothing: give messages"):
+    with pytest.raises(
+        ValueError, match=r"Row 2 of the data: its columns \['words'\] hold no question: give messages"
+    ):
         regenerate_data(TargetWriter(target), tokenizer, [rows[0], {"words": "x"}], tmp_path / "s.jsonl", SETTINGS)
     with pytest.raises(ValueError, match=r"Row 1 of the data: it is malformed \(KeyError: 'role'\)"):
         regenerate_data(TargetWriter(target), tokenizer, [{"messages": [{"x": 1}]}], tmp_path / "s.jsonl", SETTINGS)
@@ -1064,7 +1066,7 @@ def test_the_command_refuses_values_before_a_model_is_loaded(
     for output, reason in ((tmp_path / "r.txt", "must be a file that ends in .jsonl"), (tmp_path, "must be a file")):
         assert reason in run(output)[2]
     (tmp_path / "mine.jsonl").write_text("{}\n")
-    assert "holds something else than a run" in run(tmp_path / "mine.jsonl")[2]
+    assert "holds something other than a run" in run(tmp_path / "mine.jsonl")[2]
 
 
 def test_the_first_of_two_commands_holds_the_output_while_it_loads(

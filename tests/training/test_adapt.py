@@ -269,7 +269,7 @@ def test_answers_that_were_not_begun_go_on_and_the_seed_draws_the_rows(run: Any,
     before = (answers / "asked.trace.jsonl").read_text()
     shutil.rmtree(tmp_path / "0")
     status, _, err = run(tmp_path / "0", folder / "asked.jsonl", *words)
-    assert (status, "holds something else than a run" in err) == (1, True)
+    assert (status, "holds something other than a run" in err) == (1, True)
     assert (answers / "asked.trace.jsonl").read_text() == before
 
 
@@ -401,11 +401,11 @@ def test_bad_input_is_one_sentence_before_anything_is_trained(
 
     ours, path = rows[0], tmp_path / "other.jsonl"
     refused(
-        f"{path}: Row 1 was recorded with the tokenizer 0a of org/other and those of",
+        f"{path}: Row 1 was recorded with the tokenizer 0a of org/other but ",
         written("other.jsonl", tokenizer="0a", target="org/other"),
     )
     refused(
-        f"with the weights 0b of target and those of {folder / 'target'} are {ours['weights']}",
+        f"with the weights 0b of target but {folder / 'target'} has {ours['weights']}",
         written("other.jsonl", weights="0b"),
     )
     refused("holds answers, which are read whole: leave --streaming out", answers, "--streaming", "--samples", 5)
@@ -424,7 +424,7 @@ def test_bad_input_is_one_sentence_before_anything_is_trained(
         assert "held out:" not in err
     refused("none is held out to see what accepts more", answers, "--held-out", 0)
     (tmp_path / "asked.jsonl").write_text((folder / "asked.jsonl").read_text())
-    refused("have one name (asked)", folder / "asked.jsonl", "--data", tmp_path / "asked.jsonl")
+    refused("have the same name in reports (asked)", folder / "asked.jsonl", "--data", tmp_path / "asked.jsonl")
     assert not (tmp_path / "output.answers").exists()
     refused("general_share=1.0: give a share", answers, "--general-share", 1)
     refused("lora_rank=999 and the largest matrix", answers, "--lora-rank", 999)

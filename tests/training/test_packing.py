@@ -135,7 +135,7 @@ def test_a_target_says_of_a_packed_document_what_it_says_of_it_alone(name: str) 
 
     packed = collate(examples, [[]] * 3, 0, sequences=[[0, 1, 2]])
     if not can_pack(target):
-        with pytest.raises(ValueError, match="cannot keep documents of one row apart"):
+        with pytest.raises(ValueError, match="cannot keep packed documents apart"):
             read(packed)
         return
     together, begin = read(packed, wants_states=True), 0

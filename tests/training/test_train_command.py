@@ -668,7 +668,7 @@ def test_parts_that_cannot_be_added_or_frozen_are_refused(run: Any, begun: Path,
         ),
         (
             {"init": begun, "lora_rank": 2, **ADDED["domino"]},
-            "lora_rank=2 changes matrices that are there and would leave what",
+            "lora_rank=2 trains existing matrices only and would leave what",
         ),
         ({"init": begun, "freeze_init": True, "shard": True, **ADDED["domino"]}, "freeze_init and shard"),
     ):

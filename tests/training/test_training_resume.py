@@ -217,7 +217,7 @@ def test_a_flat_tau_and_the_steps_of_a_run_without_a_bar_are_said(
     record = run(tmp_path / "drafter", settings, announce=said.append)
     flat = [line for line in said if line.startswith("tau has stayed at 1.20 for 4 measurements")]
     assert len(flat) == 1
-    assert "(short with learning_rate=0.005): give other rates, or more steps." in flat[0]
+    assert "(short with learning_rate=0.005): give other learning rates, or more steps." in flat[0]
     assert len(record.curve) == 6
     lines = [line for line in said if line.startswith("step ")]
     assert [line.split(":")[0] for line in lines] == [f"step {step} of 12" for step in range(1, 13)]
