@@ -739,3 +739,15 @@ def test_the_rows_never_have_more_positions_than_allowed(texts: Texts) -> None:
         numbers.append(len(rows))
         assert len(rows) * max(rows, default=0) <= 2 * longest
     assert max(numbers) == 2
+
+
+def test_a_conversation_may_give_way_to_the_prompt_that_would_go_on_from_it(texts: Texts) -> None:
+    """Known bug: it was dropped for want of room, then taken, and the manager ended."""
+    turn = [*texts.prompts[0], *texts.truths[0][:NEW_TOKENS], 7, 8, 9]
+    longest = len(turn) + NEW_TOKENS + BLOCK_SIZE
+    manager = texts.manager(limits(num_blocks=-(-longest // 4)))
+    for prompt in (texts.prompts[0], turn):
+        manager.add_request(prompt)
+        [output] = manager.run()
+        truth = greedy(texts.target, torch.tensor([prompt]), max_new_tokens=NEW_TOKENS)[0, len(prompt) :]
+        assert output.generated_tokens == truth.tolist()
