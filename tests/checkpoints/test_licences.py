@@ -218,3 +218,16 @@ def test_publish_reads_the_licence_of_a_pairs_drafter(pair: Path, tmp_path: Path
     assert status == 0, err
     assert "Licence: drafter mit, trained from one of cc-by-nd-3.0 (no derivatives): changed copies" in out
     assert "Licence: target apache-2.0." in out
+
+
+def test_a_drafter_in_a_pair_keeps_the_text_of_its_licence(pair: Path, tmp_path: Path, dflash_command: Any) -> None:
+    """Promise: a licence that only a LICENSE file states is known of the pair's drafter, and is published with it."""
+    drafter = Path(shutil.copytree(pair / "nd-DFlash", tmp_path / "new-DFlash"))
+    (drafter / "README.md").unlink()
+    folder_of(drafter, LICENSE="Attribution-NoDerivatives 4.0 International")
+    both = make_pair(pair / "target", drafter, tmp_path / "both")
+    assert read_licence(both / "drafter") == read_licence(drafter)
+    status, out, err = dflash_command("publish", both, "me/both", "--dry-run")
+    assert status == 0, err
+    assert "Licence: drafter Attribution-NoDerivatives 4.0 International (no derivatives, LICENSE): changed" in out
+    assert " drafter/LICENSE\n" in out
