@@ -15,6 +15,7 @@ from dflash.common.version import __version__
 
 from .conversion import convert_checkpoint
 from .folders import DRAFTERS, save_checkpoint, written_aside
+from .licences import TEXTS as LICENCE_TEXTS
 from .licences import read_card
 from .publishing import CARD, PAIR, SECRETS, TRAINING_STATE, working_report
 from .rules.checkpoint_files import downloaded, local_folder, read_json
@@ -296,7 +297,10 @@ def _place_drafter(name: str, source: Path, pair: Path, is_on_hub: bool = False)
         return {"drafter": name, "revision": source.name}  # a snapshot has the name of its commit
     folder = pair / "drafter"
     folder.mkdir()
-    for path in (*_code(), *source.glob("*.safetensors"), *source.glob("*.json"), *source.glob(CARD)):
+    paths = _code()
+    for pattern in ("*.safetensors", "*.json", CARD, *LICENCE_TEXTS):
+        paths += source.glob(pattern)
+    for path in paths:
         shutil.copyfile(path, folder / path.name)
     return {"drafter": folder.name}
 

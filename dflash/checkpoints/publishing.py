@@ -179,7 +179,10 @@ def _sorted_out(folder: Path, is_pair: bool) -> tuple[dict[str, File], list[str]
     """The files of a folder that are published, by their paths in it, and the names of what is left out."""
     places = [*folder.glob("custom_generate/*.py")]
     if is_pair:
-        places += folder.glob("drafter/*.*")
+        for path in sorted(folder.glob("drafter/*")):
+            _refuse_private(path)
+            if path.is_file():
+                places.append(path)
     left_out = []
     code = _named_code(folder)
     for path in sorted(folder.iterdir()):

@@ -510,9 +510,11 @@ class BatchManager:
                 continue
             prompt_ids = ticket.output.prompt_ids
             longest = max(longest, len(prompt_ids))
-            kept = self._conversations.find(prompt_ids)
+            if not self._has_room([*group, ticket]):
+                break
+            kept = self._conversations.find(prompt_ids)  # of those that have not given way just now
             is_alone = kept is not None or (len(group) + 1) * longest > self._chunk_size
-            if (group and is_alone) or not self._has_room([*group, ticket]):
+            if group and is_alone:
                 break
             self._leave_queue(ticket)
             ticket.output.status = RequestStatus.PREFILLING

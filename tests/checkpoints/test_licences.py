@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_models import make_drafter, save_target
 
-from dflash.checkpoints import embedded_path, licence_lines, read_licence
+from dflash.checkpoints import embedded_path, licence_lines, make_pair, read_licence
 from dflash.training import TrainingSettings, train_drafter
 
 
@@ -203,3 +203,31 @@ def test_a_run_from_python_knows_the_licence_that_it_inherits(pair: Path, tmp_pa
     )
     train_drafter(pair / "target", pair / "data.jsonl", tmp_path / "new-DFlash", settings, show_progress=False)
     assert read_licence(tmp_path / "new-DFlash").origin == "cc-by-nd-3.0"
+
+
+def test_publish_reads_the_licence_of_a_pairs_drafter(pair: Path, tmp_path: Path, dflash_command: Any) -> None:
+    """Promise: the licence of the drafter inside forbids and is said; the folder's own card has the target's."""
+    target = folder_of(Path(shutil.copytree(pair / "target", tmp_path / "target")), "license: apache-2.0")
+    drafter = Path(shutil.copytree(pair / "nd-DFlash", tmp_path / "new-DFlash"))
+    folder_of(drafter, "license: mit", training_json=json.dumps({"init_licence": "cc-by-nd-3.0"}))
+    both = make_pair(target, drafter, tmp_path / "both")
+    words = ["publish", both, "me/both", "--dry-run"]
+    status, out, err = dflash_command(*words)
+    assert (status, out, "The licence cc-by-nd-3.0 forbids to share changed copies" in err) == (1, "", True)
+    status, out, err = dflash_command(*words, "--accept-licence")
+    assert status == 0, err
+    assert "Licence: drafter mit, trained from one of cc-by-nd-3.0 (no derivatives): changed copies" in out
+    assert "Licence: target apache-2.0." in out
+
+
+def test_a_drafter_in_a_pair_keeps_the_text_of_its_licence(pair: Path, tmp_path: Path, dflash_command: Any) -> None:
+    """Promise: a licence that only a LICENSE file states is known of the pair's drafter, and is published with it."""
+    drafter = Path(shutil.copytree(pair / "nd-DFlash", tmp_path / "new-DFlash"))
+    (drafter / "README.md").unlink()
+    folder_of(drafter, LICENSE="Attribution-NoDerivatives 4.0 International")
+    both = make_pair(pair / "target", drafter, tmp_path / "both")
+    assert read_licence(both / "drafter") == read_licence(drafter)
+    status, out, err = dflash_command("publish", both, "me/both", "--dry-run")
+    assert status == 0, err
+    assert "Licence: drafter Attribution-NoDerivatives 4.0 International (no derivatives, LICENSE): changed" in out
+    assert " drafter/LICENSE\n" in out

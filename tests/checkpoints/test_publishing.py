@@ -361,3 +361,16 @@ def test_publishing_with_the_hub(folder: Path, tmp_path: Path, run: Callable[...
     assert said[5] == (
         "dflash: me/public-DFlash exists and is public: make it private in its settings first, or leave out --private.\n"
     )
+
+
+def test_secrets_and_training_state_beside_a_pairs_drafter_are_refused(
+    folder: Path, tmp_path: Path, no_connection: None
+) -> None:
+    """Promise: a pair is uploaded whole, and what is not published of a drafter is not published of a pair."""
+    pair = make_pair(save_checkpoint(make_target(), tmp_path / "target"), folder, tmp_path / "pair")
+    for name, said in (("token.txt", "looks secret"), ("id_rsa", "looks secret"), ("optimizer.pt", "is the state of")):
+        (pair / "drafter" / name).touch()
+        with pytest.raises(ValueError, match=f"^{re.escape(name)} {said}"):
+            plan_publication(pair, "me/pair")
+        (pair / "drafter" / name).unlink()
+    assert plan_publication(pair, "me/pair").is_pair

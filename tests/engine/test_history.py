@@ -139,3 +139,33 @@ def test_files_that_hold_no_texts_are_refused(tmp_path: Path) -> None:
     save_file({"token_ids": torch.arange(3), "lengths": torch.tensor([2])}, tmp_path / "cut")
     with pytest.raises(ValueError, match="cut holds the tensors"):
         History().load(tmp_path / "cut")
+
+
+# What is left when a text goes, and what is never forgotten.
+
+
+def test_a_dropped_text_takes_nothing_of_a_newer_one() -> None:
+    """Promise: an n-gram that a newer text has too is still found there."""
+    history = History(most_bytes=9 * BYTES_PER_TOKEN, ngram_size=2)
+    for text in ([1, 2, 3, 4, 5], [9, 1, 2, 6], [7, 7]):
+        history.add(text)
+    assert len(history._texts) == 2
+    assert history.after([1, 2], 3) == [6]
+
+
+def test_the_end_of_a_newer_text_hides_no_continuation() -> None:
+    history = History(ngram_size=2)
+    history.add([1, 2, 3])
+    history.add([4, 1, 2])
+    assert history.after([1, 2], 3) == [3]
+
+
+def test_the_largest_id_is_that_of_all_texts() -> None:
+    """Promise: also of those that were dropped, and whichever came last."""
+    history = History(ngram_size=2)
+    for text in ([3, 900], [4], []):
+        history.add(text)
+    assert history.largest_id == 900
+    with pytest.raises(ValueError, match="history holds the token id 900, and the target has 900 tokens"):
+        history.check_vocabulary(900)
+    history.check_vocabulary(901)

@@ -192,3 +192,15 @@ def test_a_manager_of_batches_keeps_conversations_by_itself(model: Any, target: 
 def test_offloaded_weights_are_passed_over() -> None:
     """Weights on "meta" have no values to sample."""
     assert KeptConversations(1).take([1], torch.nn.Linear(2, 2, device="meta")).token_ids == []
+
+
+def test_a_text_of_weights_that_have_changed_meanwhile_is_not_kept() -> None:
+    """Promise: a trainer's step while a text is written leaves nothing of it."""
+    kept, layer = KeptConversations(MOST), torch.nn.Linear(2, 2)
+    for is_changed in (False, True):
+        conversation = kept.take([1, 2, 3], layer)
+        conversation.hold([1, 2, 3], [4])
+        with torch.no_grad():
+            layer.weight += float(is_changed)
+        kept.give(conversation, layer)
+        assert len(kept._conversations) == (not is_changed)

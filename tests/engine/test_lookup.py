@@ -292,3 +292,15 @@ def test_the_newest_of_many_occurrences_is_continued() -> None:
     """Promise: where more occurrences exist than are compared, the old ones are left out."""
     early, late = [1, 2, 7], [1, 2, 8]
     assert lookup_of(early * 40 + [9, *late, 9, 1, 2], 1, 2).match() == [8]
+
+
+def test_each_text_learns_from_its_own_lookup() -> None:
+    """Promise: also where a text without a match is before it, or others have left the batch."""
+    proposer = LookupProposer(CountingDrafts([7, 8, 9]), partial(PromptLookup, 5, 2))
+    varies, repeats = TextSequence(3, torch.tensor(VARIES)), TextSequence(1, torch.tensor(REPEATS))
+    proposals = proposer.propose([varies, repeats], torch.tensor([[16], [2]]), 9)
+    assert proposals.looked_up == (1,)
+    blocks = [SimpleNamespace(sequence=3, num_accepted=5), SimpleNamespace(sequence=1, num_accepted=0)]
+    proposer.record(proposals, blocks)
+    needed = {index: lookup._num_matching for index, lookup in proposer._lookups.items()}
+    assert needed == {3: 2, 1: 4}

@@ -680,3 +680,74 @@ def test_what_only_plain_generation_can_do_is_inexact(texts: Texts) -> None:
     """Doors of pairs go on with the target's own method after this error alone."""
     with pytest.raises(InexactError):
         texts.manager(num_beams=2)
+
+
+# -- what a row leaves behind
+
+
+def test_a_kept_row_holds_what_its_drafter_has_not_read(texts: Texts) -> None:
+    """Promise: the drafter's keys after the waiting context is read are those of the same text alone."""
+    manager = texts.manager()
+    manager.add_requests(texts.prompts[:3])
+    list(manager.run())
+    kept = {tuple(conversation.token_ids): conversation for conversation in manager._conversations._kept}
+    assert len(kept) == 3
+    for index in range(3):
+        alone = Conversation()
+        texts.alone(index, conversation=alone)
+        conversation = kept[tuple(alone.token_ids)]
+        keys = []
+        for context in (conversation.context, alone.context):
+            context.absorb()
+            assert context.cache.lengths == [len(alone.token_ids)]
+            of_layers, _ = context.cache.storage(0)
+            keys.append(torch.stack([layer[0, :, : context.num_read] for layer in of_layers]))
+        torch.testing.assert_close(*keys)
+
+
+def test_prompts_that_are_read_together_fit_into_a_chunk(texts: Texts) -> None:
+    """Promise: padding counts, so that a forward has no more columns than a chunk allows."""
+    manager = texts.manager(limits(max_requests_per_batch=8), prefill_chunk_size=16)
+    manager.add_requests([[5] * 8, [6] * 3, [7] * 3, [8] * 5, [9] * 6, [4] * 17])
+    groups = []
+    while group := manager._next():
+        groups.append([len(ticket.output.prompt_ids) for ticket in group])
+    assert groups == [[8, 3], [3, 5], [6], [17]]
+
+
+def test_acceptance_lengths_are_those_of_the_text_alone(texts: Texts) -> None:
+    """Promise: one of each verify step; the prompt's forward is none. The last token alone may be drafted beside other rows."""
+    outputs = texts.generate(prompt_lookup_num_tokens=0)
+    for index in (0, 3, 7):
+        settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "prompt_lookup_num_tokens": 0, **GREEDY}
+        prompt = [texts.prompts[index]]
+        alone = spec_generate(texts.drafter, texts.target, prompt, return_dict_in_generate=True, **settings)
+        [lengths] = alone.acceptance_lengths
+        assert len(outputs[index].acceptance_lengths) == len(lengths)
+        assert outputs[index].acceptance_lengths[:-1] == lengths[:-1]
+
+
+def test_the_rows_never_have_more_positions_than_allowed(texts: Texts) -> None:
+    """Promise: every row counts as long as the longest, the one that is admitted too."""
+    longest = max(LENGTHS) + NEW_TOKENS + BLOCK_SIZE
+    manager = texts.manager(limits(max_requests_per_batch=8, num_blocks=2 * longest // 4))
+    manager.add_requests(texts.prompts)
+    numbers = []
+    while manager._tickets:
+        manager._advance()
+        rows = [member.longest for member in manager._batch.members.values()]
+        numbers.append(len(rows))
+        assert len(rows) * max(rows, default=0) <= 2 * longest
+    assert max(numbers) == 2
+
+
+def test_a_conversation_may_give_way_to_the_prompt_that_would_go_on_from_it(texts: Texts) -> None:
+    """Known bug: it was dropped for want of room, then taken, and the manager ended."""
+    turn = [*texts.prompts[0], *texts.truths[0][:NEW_TOKENS], 7, 8, 9]
+    longest = len(turn) + NEW_TOKENS + BLOCK_SIZE
+    manager = texts.manager(limits(num_blocks=-(-longest // 4)))
+    for prompt in (texts.prompts[0], turn):
+        manager.add_request(prompt)
+        [output] = manager.run()
+        truth = greedy(texts.target, torch.tensor([prompt]), max_new_tokens=NEW_TOKENS)[0, len(prompt) :]
+        assert output.generated_tokens == truth.tolist()

@@ -272,3 +272,13 @@ def test_a_model_that_is_no_pair_is_refused() -> None:
 def test_a_folder_that_is_copied_is_drafted(folder: Path, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(folder, tmp_path / "moved"))
     assert "init_continuous_batching" in vars(load(moved))
+
+
+@needs_5
+def test_keywords_of_a_manager_win_over_the_pairs_settings(folder: Path, tmp_path: Path) -> None:
+    own = load(
+        make_pair(TARGET, DRAFTER, tmp_path / "pair", settings={"prompt_lookup_num_tokens": 3, "block_size": 4})
+    )
+    manager = own.init_continuous_batching(GenerationConfig(**SETTINGS), prompt_lookup_num_tokens=5)
+    assert manager._batch.options.prompt_lookup_num_tokens == 5
+    assert manager._batch.request.block_size == 4

@@ -337,3 +337,19 @@ def test_recorded_proposals_are_the_eager_ones(
     half = len(proposed) // 2
     assert proposed[:half] == proposed[half:]
     assert recorder.num_made == 1
+
+
+@pytest.mark.parametrize("which", ["target", "drafter"])
+def test_a_cache_that_has_moved_in_mid_text_is_recorded_anew(pair: Pair, recorder: PlayedRecorder, which: str) -> None:
+    """Promise: a replay writes where the text's keys are, also after an eager step that was too wide for the recording."""
+    kept, plain = Conversation(), Conversation()
+    pair.write([17], conversation=plain, compile=False)
+    blocks = pair.blocks([17], conversation=kept, **RECORDED)
+    for _ in range(4):
+        next(blocks)
+    cache = kept.target_cache if which == "target" else kept.context.cache
+    cache.storage(4096)  # what such a step does
+    assert sum(1 for _ in blocks) > 2
+    assert kept.token_ids == plain.token_ids
+    for mine, theirs in zip(states_of(kept), states_of(plain), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)

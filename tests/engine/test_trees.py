@@ -639,3 +639,19 @@ def test_pairs_that_cannot_take_a_tree_are_refused_by_name() -> None:
     target.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="takes no 4-D mask"):
         spec_generate(drafter, target, prompt, draft_tree=8, temperature=0.0, max_new_tokens=4)
+
+
+def test_the_drafter_reads_the_path_that_stands() -> None:
+    """Promise: its context after trees is that of chains, so that later drafts are as good."""
+    target, prompt = make_target(), make_prompt(17, seed=3)
+    of_tree, of_chain = Conversation(), Conversation()
+    keys = []
+    for conversation, num_nodes in ((of_tree, 2 * BLOCK_SIZE), (of_chain, 0)):
+        drafter, _ = forked(target, prompt)
+        spec_generate(drafter, target, prompt, draft_tree=num_nodes, conversation=conversation, **GREEDY)
+        conversation.context.absorb()
+        assert conversation.context.num_read == len(conversation.token_ids)
+        of_layers, _ = conversation.context.cache.storage(0)
+        keys.append(torch.stack([layer[0, :, : conversation.context.num_read] for layer in of_layers]))
+    assert of_tree.token_ids == of_chain.token_ids
+    torch.testing.assert_close(*keys, rtol=0, atol=2e-5)

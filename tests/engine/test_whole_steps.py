@@ -12,7 +12,7 @@ import pytest
 import torch
 from devices import CHANGES, Pair, PlayedCompiler, PlayedRecorder, move_parameter
 from families import FAMILIES
-from tiny_models import GREEDY, counted_forwards, greedy, make_drafter, make_prompt
+from tiny_models import BLOCK_SIZE, GREEDY, counted_forwards, greedy, make_drafter, make_prompt
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash import Conversation, spec_generate
@@ -195,3 +195,10 @@ def test_linear_layers_run_eagerly(played: Any, way: dict[str, Any], caplog: pyt
     (warning,) = warnings_of(caplog)
     assert "linear_attention" in warning
     assert played.num_made == 0
+
+
+def test_a_prompt_that_is_no_longer_than_a_block_runs_whole(pair: Pair, played: Any, way: dict[str, Any]) -> None:
+    """Promise: the drafter's cache has its storage before the first whole step."""
+    assert pair.write([BLOCK_SIZE], **way) == pair.write([BLOCK_SIZE], compile=False)
+    assert played.num_made == 1
+    assert fallback_reason(pair.drafter, pair.target) is None

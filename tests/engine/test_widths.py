@@ -27,10 +27,12 @@ from dflash.engine.state import PairState
 from dflash.engine.trees import TreeProposals
 from dflash.engine.widths import (
     LONGEST_PAUSE,
+    SHORT,
     SHORTEST_PAUSE,
     Experience,
     StepCosts,
     WidthProposer,
+    accepted_columns,
     expected_tokens,
 )
 from dflash.model import drafting_dflash
@@ -520,3 +522,51 @@ def test_a_tree_keeps_to_the_number_of_proposals_asked_for() -> None:
     asked: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.0, "stop_token_ids": []}
     blocks = generate_blocks(make_drafter(), target, prompt, draft_tree=20, max_draft_tokens=3, **asked)
     assert max(block.num_proposals for block in blocks) == 3
+
+
+def test_costs_are_those_of_like_batches_and_lengths() -> None:
+    """Promise: a step is compared with steps of about as many texts, whose longest is about as long."""
+    known = Experience(WIDEST)
+
+    def costs_of(*lengths: int) -> StepCosts:
+        return known.costs_of([TextSequence(index, torch.zeros(length)) for index, length in enumerate(lengths)])
+
+    assert costs_of(9) is costs_of(SHORT - 1)
+    assert costs_of(2 * SHORT) is costs_of(4 * SHORT - 1)
+    assert costs_of(9, 2 * SHORT) is costs_of(2 * SHORT, 2 * SHORT)
+    for lengths in ((SHORT,), (2 * SHORT,), (9, 9), (9, 2 * SHORT)):
+        assert costs_of(*lengths) is not costs_of(9)
+    assert costs_of(*[9] * 4) is not costs_of(9, 9)
+
+
+def test_each_text_of_a_batch_has_the_columns_of_its_own_tree() -> None:
+    trees = TreeProposals(torch.tensor([[5, 6, 7], [6, 7, 8]]), parents=torch.tensor([[0, 0, 2], [0, 1, 0]]))
+    blocks = [SimpleNamespace(token_ids=[6, 7, 9]), SimpleNamespace(token_ids=[6, 7, 9])]
+    assert [accepted_columns(trees, place, block) for place, block in enumerate(blocks)] == [[2, 3], [1, 2]]
+
+
+def test_a_cut_draft_has_as_many_chances_as_tokens(clock: Clock) -> None:
+    clock.seconds = per_column
+    text = Text(clock)
+    text.proposer.drafts = SureDrafts(1)
+    text.run(2, 1)
+    sequences, anchors = [TextSequence(0, torch.zeros(9))], torch.zeros(1, 1, dtype=torch.long)
+    proposals = text.proposer.propose(sequences, anchors, 999)
+    assert proposals.confidences is not None
+    assert 0 < proposals.token_ids.shape[1] == proposals.confidences.shape[1] < WIDEST
+
+
+def test_a_drafter_that_knows_its_chances_drafts_as_much_as_it_may(clock: Clock) -> None:
+    """Promise: the number of proposals follows from a whole draft, whatever earlier steps recommend."""
+    clock.seconds = per_column
+    asked: list[int] = []
+
+    class Asked(SureDrafts):
+        def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
+            asked.append(most)
+            return super().propose(sequences, anchors, most)
+
+    text = Text(clock)
+    text.proposer.drafts = Asked(1)
+    assert text.run(6, num_right=1)[-1] == WIDEST // 4
+    assert asked[1:] == [999] * 5

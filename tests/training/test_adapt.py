@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -32,7 +33,9 @@ from dflash.common.fingerprints import model_fingerprint
 from dflash.model.decoding_dflash import Block
 from dflash.training import (
     ADAPTATION,
+    Example,
     Trace,
+    TrainingRecord,
     adapt,
     build_optimizers,
     load_examples,
@@ -40,7 +43,7 @@ from dflash.training import (
     recorded,
     sample_anchors,
 )
-from dflash.training.adaptation import AdaptationGoal
+from dflash.training.adaptation import AdaptationGoal, Goal, _examples_of
 from dflash.training.adaptation_lora import change_in_low_rank, merged
 
 
@@ -505,3 +508,89 @@ def test_the_licence_of_the_first_drafter_holds_for_what_is_adapted_from_an_adap
     said = (second / "README.md").read_text()
     assert "whose licence is cc-by-nd-4.0. The licence allows no derivatives: who made this one stated" in said
     assert "No licence was stated" not in said
+
+
+# What the general texts are for.
+
+
+def test_tau_is_the_mean_of_the_domains_that_are_adapted_to() -> None:
+    """Promise: the general domain is measured beside them and does not count."""
+    trainer: Any = SimpleNamespace(
+        measure=lambda prompts: {"step": 3},
+        acceptance=lambda prompts: SimpleNamespace(figures=lambda: {"tau": prompts[0][0]}),
+    )
+    domains = {"first": [[2]], "second": [[4]], "general": [[9]]}
+    goal = AdaptationGoal(held_out=[[1]], domains=domains, general="general")
+    point = goal.measure(trainer)
+    assert (point["step"], point["tau"]) == (3, 3)
+    assert {name: figures["tau"] for name, figures in point["domains"].items()} == {
+        "first": 2,
+        "second": 4,
+        "general": 9,
+    }
+    assert replace(goal, general="").measure(trainer)["tau"] == 5
+
+
+def test_general_texts_are_at_most_their_share_of_the_tokens() -> None:
+    """Promise: drawn by the seed among all of them; those of the other domains are all there, once."""
+
+    def domain(start: int, count: int) -> Any:
+        return SimpleNamespace(examples=[Example([token] * 5, [1] * 5) for token in range(start, start + count)])
+
+    domains = {"first": domain(0, 4), "second": domain(10, 8), "general": domain(100, 50)}
+
+    def drawn(share: float, seed: int) -> list[int]:
+        examples = _examples_of(domains, "general", share, seed)
+        tokens = [example.input_ids[0] for example in examples]
+        assert tokens[:12] == [*range(4), *range(10, 18)]
+        return tokens[12:]
+
+    some = drawn(0.25, seed=0)
+    assert len(some) == len(set(some)) == 4, "20 of 80 tokens"
+    assert min(some) >= 100
+    assert sorted(some) != [100, 101, 102, 103]
+    assert drawn(0.25, seed=0) == some != drawn(0.25, seed=1)
+    assert len(drawn(0.9, seed=0)) == 50
+    alone = {name: part for name, part in domains.items() if name != "general"}
+    assert len(_examples_of(alone, "", 0.25, 0)) == 12
+
+
+def test_the_general_texts_are_the_last_domain(
+    folder: Path, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: `adapt` measures and trains by the file that is named as the general one."""
+    general = shutil.copy(answers, tmp_path / "broad.trace.jsonl")
+    given: list[Any] = []
+
+    def train(*arguments: Any) -> Any:
+        given.extend(arguments)
+
+    monkeypatch.setattr("dflash.training.adaptation.train_prepared", train)
+    adapt(folder / "target", folder / "drafter", [answers], tmp_path / "output", TINY, general=general)
+    ready, _, _, options = given
+    assert options.goal.general == "broad"
+    assert list(options.goal.domains) == ["answers", "broad"]
+    num_own = sum(len(example) for example in load_examples(answers, make_tokenizer()))
+    assert sum(map(len, ready.examples)) < num_own / 0.7 + 1
+
+
+def test_a_domain_may_not_be_forgotten_slowly() -> None:
+    """Promise: what it has lost is counted from the beginning, and not from the point before."""
+
+    def point(general: float, own: float) -> dict[str, Any]:
+        return {"tau": own, "domains": {"general": {"tau": general}, "own": {"tau": own}}}
+
+    goal = AdaptationGoal(held_out=[[1]], domains={"general": [[1]], "own": [[1]]}, general="general")
+    record: Any = SimpleNamespace(curve=[point(7.0, 4.0), point(6.9, 4.5)], best_tau=4.5)
+    assert goal.is_better(point(6.9, 5.0), record)
+    assert not goal.is_better(point(6.8, 5.0), record)
+
+
+def test_a_point_is_better_where_it_accepts_more_or_nothing_is_held_out() -> None:
+    """Promise: the first of equal points stays; without held-out prompts the last one is the best."""
+    goal, record = Goal([[1]]), TrainingRecord()
+    assert goal.is_better({"tau": 0.0}, record)
+    record.best_tau = 2.0
+    assert [goal.is_better({"tau": tau}, record) for tau in (1.9, 2.0, 2.1)] == [False, False, True]
+    record.best_tau = math.nan
+    assert Goal([]).is_better({}, record)
