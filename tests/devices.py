@@ -145,6 +145,10 @@ class PlayedRecorder:
         return replay, outputs
 
 
+# By what a target is made of: writing them takes most of the time of a test of ten steps.
+_texts: dict[str, torch.Tensor] = {}
+
+
 @dataclass
 class Pair:
     """A target, a drafter that is right as a script says, and what the target writes after every beginning of its text.
@@ -165,15 +169,20 @@ class Pair:
         target = make_target(kind, num_hidden_layers=2, **fields)
         pair = cls(target, PlacedDrafter(target, **SMALL), *torch.empty(2, 1, 0))
         pair.drafter.follow([], SCRIPT)
-        pair.write_text()
+        made_of = repr((kind, sorted(fields.items())))
+        if made_of not in _texts:
+            pair.write_text(TEXT_LENGTH)
+            _texts[made_of] = torch.stack([pair.text, pair.other])
+        pair.text, pair.other = _texts[made_of].clone()
+        pair.follow(pair.text)
         return pair
 
-    def write_text(self) -> None:
-        """Takes what the target writes, as it is now, for the text."""
-        texts = []
-        for seed in (3, 5):
-            prompt = make_prompt(7, seed=seed)
-            texts.append(greedy(self.target, prompt, max_new_tokens=TEXT_LENGTH - 7, eos_token_id=None))
+    def write_text(self, length: int = 100) -> None:
+        """Takes what the target writes, as it is now, for the text: `length` tokens of it."""
+        texts = [
+            greedy(self.target, make_prompt(7, seed=seed), max_new_tokens=length - 7, eos_token_id=None)
+            for seed in (3, 5)
+        ]
         self.text, self.other = texts
         self.follow(self.text)
 

@@ -17,6 +17,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+from processes import FRESH
 from reporting import tables_of
 
 from dflash.evaluation import HAS_NATIVE, read_result
@@ -320,6 +321,8 @@ def run_main(monkeypatch, *words):
 
 def test_rows_of_every_kind_are_measured_and_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OUT", str(tmp_path))
+    # Processes that need not import torch anew, three times.
+    monkeypatch.setattr(load("runner").multiprocessing, "get_context", lambda kind: FRESH)
     names = ["correctness/eager/batch", "smoke/16x1/*", "smoke/training/library"]
     assert not run_main(monkeypatch, "--rows", *names)
     log = capsys.readouterr().out

@@ -122,8 +122,9 @@ def test_hooks_and_dispatch_modes_see_every_forward(pair: Pair, played: Any, way
     assert played.num_made == 1
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 5])
-@pytest.mark.parametrize("lengths", [[17], [17, -60, 31]], ids=["one", "three"])
+@pytest.mark.parametrize(
+    ("fails_at", "lengths"), [(1, [17]), (2, [17]), (1, [17, -60, 31]), (5, [17, -60, 31])], ids=str
+)
 def test_a_function_that_fails_in_mid_text_leaves_the_right_text(
     pair: Pair, played: Any, way: dict[str, Any], fails_at: int, lengths: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -31,7 +31,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "selector": {"selector_rank": 8, "selector_top_k": 4, **CONV},
     "Domino": {"gru_hidden_dim": 8, "emb_dim": 6},
 }
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 
 
 def run_check(check: Callable[[], None]) -> None:
