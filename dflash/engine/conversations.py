@@ -73,29 +73,35 @@ class KeptConversations:
     def __reduce__(self) -> Any:
         return KeptConversations, (self._conversations.most,)  # a copy of a model begins without any
 
-    def take(self, prompt_ids: list[int], *models: Any) -> Conversation:
-        """The conversation that a prompt goes on from, for this request alone, or a new one."""
+    def take(self, prompt_ids: list[int], *models: Any) -> tuple[Conversation, Any]:
+        """The conversation that a prompt goes on from, for this request alone, or a new one; and the state of the models."""
         weights = _sample(*models)
         with self._lock:
             if weights != self._weights:
                 self._conversations.drop_to(0)
                 self._weights = weights
             kept = self._conversations.find(prompt_ids)
-            return Conversation() if kept is None else self._conversations.take(kept)
+            conversation = Conversation() if kept is None else self._conversations.take(kept)
+        return conversation, weights
 
-    def give(self, conversation: Conversation, *models: Any) -> None:
-        """Keeps the conversation of a text that has ended."""
+    def give(self, conversation: Conversation, begun: Any, *models: Any) -> None:
+        """Keeps the conversation of a text that has ended, unless models are not as they were when it was taken (`begun`)."""
         weights = _sample(*models)
         with self._lock:
-            if conversation.token_ids and weights == self._weights:
+            if conversation.token_ids and begun == weights == self._weights:
                 self._conversations.add(conversation)
 
 
 def _sample(*models: Any) -> list[Any]:
-    """Where the weights of models are, and some of their values. A trained or exchanged weight, or an adapter, changes it."""
+    """Where the weights of models are, some of their values, and the switches of their modules.
+
+    A trained or exchanged weight changes it, and an adapter that is loaded, switched on or switched off.
+    """
     state: list[Any] = []
     samples = []
     for model in models:
+        for module in model.modules():
+            state += [(name, value) for name, value in vars(module).items() if _is_switch(value)]
         for name, weight in model.named_parameters():
             if weight.is_meta:  # offloaded between calls
                 continue
@@ -108,3 +114,10 @@ def _sample(*models: Any) -> list[Any]:
         by_device.setdefault(sample.device, []).append(sample)
     values_of = [torch.cat(parts).tolist() for parts in by_device.values()]
     return [state, values_of]
+
+
+def _is_switch(value: Any) -> bool:
+    """Whether an attribute is on or off, or names what is active, as adapters of peft do."""
+    if isinstance(value, list):
+        return all(isinstance(name, str) for name in value)
+    return isinstance(value, bool | str)

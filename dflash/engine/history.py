@@ -45,15 +45,19 @@ class History:
         self.ngram_size = ngram_size
         self.num_tokens = 0
         self.largest_id = -1
-        self._lock = threading.Lock()  # of `add`: several managers may share a history
+        self._lock = threading.Lock()  # several managers may share a history
         self._num_texts = 0
         self._texts: OrderedDict[int, array[int]] = OrderedDict()  # by number, oldest first
         # Of each n-gram, its newest text and the position after it.
         self._ends: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Adds a text, prompt and answer."""
+        """Adds a text, prompt and answer. ValueError for a token id below 0, as labels have where nothing is learned."""
         text = array("q", token_ids)
+        if min(text, default=0) < 0:
+            raise ValueError(
+                f"A text of a history holds the token id {min(text)}: give token ids alone, without label masks."
+            )
         with self._lock:
             number = self._num_texts
             self._num_texts += 1
@@ -80,11 +84,12 @@ class History:
     def after(self, recent_ids: Sequence[int], most: int) -> list[int]:
         """What followed the last tokens of `recent_ids` in the newest text that holds them, at most `most` tokens."""
         key = self._key(recent_ids, len(recent_ids))
-        if key not in self._ends:
-            return []
-        number, end = self._ends[key]
-        text = self._texts[number]
-        return list(text[end : end + most])
+        with self._lock:
+            if key not in self._ends:
+                return []
+            number, end = self._ends[key]
+            text = self._texts[number]
+            return list(text[end : end + most])
 
     def check_vocabulary(self, size: int) -> None:
         """Raises ValueError if a target of this vocabulary cannot have written the texts."""
@@ -96,7 +101,8 @@ class History:
 
     def save(self, path: str | Path) -> None:
         """Writes the texts to a safetensors file, which replaces an earlier one once it is whole."""
-        texts = list(self._texts.values())
+        with self._lock:
+            texts = list(self._texts.values())
         lengths = [len(text) for text in texts]
         token_ids = list(chain.from_iterable(texts))
         tensors = {

@@ -5,6 +5,7 @@ A lookup costs a search on the host and no forward. Its proposals are verified l
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -41,13 +42,22 @@ class PromptLookup:
         ngram_size: The smallest number of tokens that match.
         history: Earlier texts, which are searched first.
         num_earlier: Most tokens that are found there.
+        vocabulary_size: Other requests may have added tokens that this target does not have. These are not proposed.
     """
 
-    def __init__(self, num_tokens: int, ngram_size: int, history: History | None = None, num_earlier: int = 0) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        ngram_size: int,
+        history: History | None = None,
+        num_earlier: int = 0,
+        vocabulary_size: float = math.inf,
+    ) -> None:
         self.num_tokens = num_tokens
         self.ngram_size = ngram_size
         self.history = history
         self.num_earlier = num_earlier
+        self.vocabulary_size = vocabulary_size
         self._is_own = True  # whether the latest match is of the sequence itself
         self._text: list[int] = []
         # Of each n-gram, where the tokens after it begin, oldest first. The text's last n-gram is added with its next token.
@@ -74,6 +84,8 @@ class PromptLookup:
     def match(self) -> list[int] | None:
         """The tokens that followed an earlier occurrence of the text's end; `None`: it did not occur before."""
         earlier = self.history.after(self._text, self.num_earlier) if self.history else []
+        if earlier and max(earlier) >= self.vocabulary_size:
+            earlier = []
         self._is_own = not earlier
         if earlier or not self.num_tokens:
             return earlier or None

@@ -161,6 +161,9 @@ class RecordedRunner(WholeRunner):
         recording = self._recording
         if recording is not None:
             self._recording = None
-            release(self.conversation.target_cache)
-            release(self.conversation.context.cache)
+            try:
+                release(self.conversation.target_cache)
+                release(self.conversation.context.cache)
+            except torch.OutOfMemoryError:  # the text is complete: nothing of it is reused
+                self.conversation.forget()
             self._shelf[self._key] = recording

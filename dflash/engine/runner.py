@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from dflash.model.decoding_dflash import Block, Decoder, EagerRunner, Step
 from dflash.model.drafting_dflash import DrafterContext, DraftProposer, Proposer
 from dflash.model.requests_dflash import Request
 from dflash.model.sequences_dflash import TextSequence
+from dflash.model.targets_dflash import text_config
 
 from .compiled import AutoRunner, CompiledRunner
 from .history import History
@@ -53,13 +55,13 @@ class EngineDecoder(Decoder):
             self.kept = None
         if self.kept is not None:
             prompt_ids = self.prompt_of(TextSequence(0, request.input_ids[0]))
-            self.conversation = self.kept.take(prompt_ids, request.target, request.drafter)
+            self.conversation, self.weights = self.kept.take(prompt_ids, request.target, request.drafter)
 
     def close(self) -> None:
         """As `Decoder.close`. The caches may be kept for a later request."""
         super().close()
         if self.kept is not None:
-            self.kept.give(self.conversation, self.request.target, self.request.drafter)
+            self.kept.give(self.conversation, self.weights, self.request.target, self.request.drafter)
 
     def prompt_of(self, sequence: TextSequence) -> list[int]:
         """The prompt of a sequence, without padding."""
@@ -110,7 +112,8 @@ class EngineDecoder(Decoder):
         if window is None:
             draft_cache = PreallocatedCache(num_layers, length, num_sequences)
             return target_cache, DrafterContext(drafter, draft_cache)
-        windowed = WindowedCache(num_layers, sum(window), num_sequences, window=window)
+        capacity = min(sum(window), length)
+        windowed = WindowedCache(num_layers, capacity, num_sequences, window=window)
         return target_cache, WindowedContext(drafter, windowed)
 
     def new_runner(self) -> EagerRunner:
@@ -125,15 +128,17 @@ class EngineDecoder(Decoder):
         if options.draft_tree:
             proposer = TreeProposer(drafts, options.draft_tree)
             most = options.draft_tree
-        if options.adaptive:
+        if options.adaptive and most:
             is_greedy = self.acceptor.sampler is None
-            setting = (request.block_size, options, is_greedy)
+            kind = replace(options, history=None)  # which is large, and outlives no request
+            setting = (request.block_size, kind, is_greedy)
             proposer = WidthProposer(proposer, self.pair, most, setting)
         num_looked_up = options.prompt_lookup_num_tokens
         history = options.history
         if num_looked_up or history is not None:
             ngram_size = options.max_matching_ngram_size
-            lookup = partial(PromptLookup, num_looked_up, ngram_size, history, drafts.num_proposals)
+            vocabulary_size = text_config(request.target).vocab_size
+            lookup = partial(PromptLookup, num_looked_up, ngram_size, history, drafts.num_proposals, vocabulary_size)
             proposer = LookupProposer(proposer, lookup)
         runner_class = self._runner_class(drafts)
         return runner_class(request, self.target, self.conversation, self.acceptor, proposer)

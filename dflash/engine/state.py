@@ -90,13 +90,14 @@ def fingerprint(*models: Any) -> list[Any]:
     """The state of models that compiled and recorded steps depend on: modules and their attributes, not values of weights.
 
     Adapters that are loaded, enabled or merged, casts, moves, hooks and replaced methods all change it. Integers do not: they
-    may be counters, and shapes show sizes.
+    may be counters, and shapes show sizes. Nor do what a pair drafts with and the figures of its last request.
     """
     state: list[Any] = []
     for model in models:
         state.append(attention_of(model))
         for module in model.modules():
-            for leaf in tree_leaves(vars(module)):
+            attributes = {name: value for name, value in vars(module).items() if "dflash" not in name}
+            for leaf in tree_leaves(attributes):
                 # Other threads may be about to remove their taps.
                 is_tap = hasattr(leaf, "is_tap")
                 if type(leaf) is not int and not is_tap:

@@ -54,7 +54,7 @@ class StepCosts(dict[int, float]):
         before = self.get(width, seconds)
         change = min(seconds, SLOWEST * before) - before
         if width:
-            for other in self:
+            for other in list(self):  # another thread may add one
                 self[other] *= FORGETTING if other else 1.0
         self[width] = before + TIME_WEIGHT * change
 

@@ -21,7 +21,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 # `config._attn_implementation` during a step, in place of "sdpa". The name must not contain "flash": transformers would take
 # it for a kernel without masks.
 STEP = "step"
-NUM_IN_STEPS = "_num_in_steps"  # attribute of a model: threads whose step runs on it
 # CUDA's kernels read masks whose rows begin at multiples of this number, and copy others in every layer.
 ROW_ALIGNMENT = 8
 # Devices whose kernels align causal attention without a mask to the last keys.
@@ -29,6 +28,7 @@ ALIGNING_DEVICES = ("cuda",)
 
 _lock = threading.Lock()
 _thread = threading.local()
+_num_in_steps: dict[int, int] = {}  # by the id of a config: threads in a step on its models
 
 
 def sees(
@@ -261,9 +261,9 @@ def step_attention(model: PreTrainedModel) -> Iterator[None]:
     if not model._supports_attention_backend or config._attn_implementation not in ("sdpa", STEP):
         yield
         return
-    attributes = vars(model)  # not the config's, which may be saved meanwhile
+    key = id(config)  # models that share a config share its attention
     with _lock:
-        attributes[NUM_IN_STEPS] = attributes.get(NUM_IN_STEPS, 0) + 1
+        _num_in_steps[key] = _num_in_steps.get(key, 0) + 1
         config._attn_implementation = STEP
     _thread.is_in_step = True
     try:
@@ -271,9 +271,9 @@ def step_attention(model: PreTrainedModel) -> Iterator[None]:
     finally:
         _thread.is_in_step = False
         with _lock:
-            attributes[NUM_IN_STEPS] -= 1
-            if not attributes[NUM_IN_STEPS]:
-                del attributes[NUM_IN_STEPS]
+            _num_in_steps[key] -= 1
+            if not _num_in_steps[key]:
+                del _num_in_steps[key]
                 config._attn_implementation = "sdpa"
 
 

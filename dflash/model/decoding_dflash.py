@@ -125,6 +125,10 @@ class Conversation:
         self.num_reused = 0
         self._models = models
 
+    def is_of(self, new_ids: list[int]) -> bool:
+        """Whether the text that it holds is still the one with these new tokens."""
+        return self._new_ids is new_ids
+
     def forget(self) -> None:
         """Drops the text: nothing of it is reused."""
         self.hold([], [])
@@ -323,7 +327,13 @@ class Decoder:
 
     @torch.no_grad()
     def run_step(self) -> Step:
-        """The next step: proposed, verified, accepted."""
+        """The next step: proposed, verified, accepted. ValueError if another request has used the conversation since."""
+        if self.request.conversation is not None and not self.conversation.is_of(self.sequences[0].new_ids):
+            self.conversation = Conversation()  # the other request goes on with the caches
+            raise ValueError(
+                "The conversation went on with another request before this one had ended: read all blocks of one request "
+                "before the next, or give each a conversation of its own."
+            )
         return self.runner.run(self.sequences, self.anchors, self._most_proposals())
 
     def _most_proposals(self) -> int:

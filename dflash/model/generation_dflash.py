@@ -40,7 +40,7 @@ from .requests_dflash import (
     read_prompt,
 )
 from .sequences_dflash import make_cutter
-from .targets_dflash import max_positions
+from .targets_dflash import InexactError, max_positions
 
 
 logger = logging.get_logger(__name__)
@@ -202,7 +202,8 @@ def _translate_sampling(keywords: dict[str, Any]) -> None:
         keywords.update(temperature=None, top_p=None, top_k=None)
     stop_token_ids = keywords.pop("stop_token_ids", None)
     if stop_token_ids is not None:
-        keywords["eos_token_id"] = None if stop_token_ids == [] else stop_token_ids  # []: no token stops the text
+        stops_nowhere = isinstance(stop_token_ids, (list, tuple)) and not stop_token_ids
+        keywords["eos_token_id"] = None if stops_nowhere else stop_token_ids
 
 
 def _stop_string_criteria(target: PreTrainedModel, keywords: dict[str, Any]) -> list[StopStringCriteria]:
@@ -329,7 +330,11 @@ def _decoder(
 
     engine = request.drafter.engine  # None has none of it
     num_sequences = len(request.input_ids)
-    of_batch = engine.of_batch(criteria) if engine is not None and num_sequences > 1 else []
+    of_batch = []
+    if num_sequences > 1:
+        # Without stop tokens `generate` pads no text: all grow until all are told to stop.
+        is_padded = request.config._eos_token_tensor is not None
+        of_batch = _criteria_of_batch(criteria, is_padded, engine)
     of_texts = StoppingCriteriaList(criterion for criterion in criteria if criterion not in of_batch)
 
     def is_done(text_ids: torch.Tensor) -> bool:
@@ -342,6 +347,19 @@ def _decoder(
     if of_batch:
         decoder.ask_together(of_batch)  # type: ignore[attr-defined]
     return decoder
+
+
+def _criteria_of_batch(criteria: StoppingCriteriaList, is_padded: bool, engine: Any) -> list[Any]:
+    """The criteria that have to look at all texts of a batch at once. Without the engine, InexactError if texts are not padded."""
+    others = [criterion for criterion in criteria if not isinstance(criterion, MaxLengthCriteria)]
+    if engine is not None:
+        return engine.of_batch(others) if is_padded else others
+    if others and not is_padded:
+        raise InexactError(
+            f"{type(others[0]).__name__} in a batch without stop tokens, where no text ends before all do, needs the package "
+            "(pip install dflash-transformers): give eos_token_id, or one prompt."
+        )
+    return []
 
 
 def _streamer_of_generate() -> Any:

@@ -145,7 +145,11 @@ def generate(
         return plain(model, **kwargs)
     drafting = drafting_of(model) if dflash else Drafting()
     drafter = drafting.drafter
-    plain_keywords = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
+    plain_keywords = {name: value for name, value in kwargs.items() if name not in (*KEYWORDS, "generator")}
+    stop_token_ids = kwargs.get("stop_token_ids")
+    if stop_token_ids is not None:
+        stops_nowhere = isinstance(stop_token_ids, (list, tuple)) and not stop_token_ids
+        plain_keywords["eos_token_id"] = None if stops_nowhere else stop_token_ids
     if drafter is None:
         return plain(model, **plain_keywords)
     reason = _why_plain(drafter, model, kwargs)

@@ -243,3 +243,13 @@ def test_a_prompt_in_chunks_leaves_one_chunk_waiting(target: PreTrainedModel) ->
     asked: dict[str, Any] = {"max_new_tokens": NEW, "draft_window": (SINK, WINDOW), "prefill_chunk_size": 4}
     next(generate_blocks(drafter, target, make_prompt(30), conversation=conversation, **asked))
     assert conversation.context.waiting.num_columns <= 4
+
+
+def test_a_window_larger_than_any_text_takes_no_more_memory_than_the_text(target: PreTrainedModel) -> None:
+    """Bug: room for the whole window was made at once, of 2**31 positions where that was said."""
+    drafter = make_drafter(**SMALL)
+    window = (4, 2**31)
+    drafted = spec_generate(drafter, target, make_prompt(), **{**ASKED, "draft_window": window}).sequences
+    assert torch.equal(
+        drafted, spec_generate(drafter, target, make_prompt(), **{**ASKED, "draft_window": None}).sequences
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_models import SMALL, VOCAB_SIZE, make_prompt, scripted, small_target
 
-from dflash import History, spec_generate
+from dflash import History, generate_blocks, spec_generate
 from dflash.engine.history import BYTES_PER_TOKEN
 from dflash.engine.lookup import LookupProposer, PromptLookup
 from dflash.model.acceptance_dflash import Proposals
@@ -169,3 +171,48 @@ def test_the_largest_id_is_that_of_all_texts() -> None:
     with pytest.raises(ValueError, match="history holds the token id 900, and the target has 900 tokens"):
         history.check_vocabulary(900)
     history.check_vocabulary(901)
+
+
+def test_a_text_is_read_under_the_lock_of_those_that_add() -> None:
+    """Bug: a text was dropped between the look for its n-gram and the look into it: KeyError, once in 150 lookups."""
+    history, held = History(ngram_size=2), []
+    history.add([1, 2, 3])
+    lock = history._lock
+
+    class Noted:
+        def __enter__(self) -> None:
+            lock.acquire()
+            held.append(True)
+
+        def __exit__(self, *_: Any) -> None:
+            lock.release()
+
+    history._lock = Noted()
+    assert history.after([1, 2], 1) == [3]
+    assert held == [True]
+
+
+def test_ids_that_no_target_has_are_refused_and_those_of_another_are_not_proposed(pair: Any) -> None:
+    """Bug: both were proposed, and the embedding raised IndexError in the middle of a text."""
+    drafter, target, prompts = pair
+    history = History(ngram_size=1)
+    with pytest.raises(ValueError, match="holds the token id -100: give token ids alone"):
+        history.add([1, -100, 2])
+    plain = spec_generate(drafter, target, prompts[:1], temperature=0.0, **ALONE)
+    written: list[int] = []
+    asked = {"temperature": 0.0, "history": history, "num_looked_up": 0, "max_new_tokens": NEW_TOKENS}
+    for block in generate_blocks(drafter, target, prompts[:1], **asked):
+        written += block.token_ids
+        history.add([block.token_ids[-1], VOCAB_SIZE + 3])  # by a request to a target of more tokens
+    assert written == plain[0, len(prompts[0]) :].tolist()
+
+
+def test_nothing_of_a_history_outlives_it(pair: Any) -> None:
+    """Bug: what adaptive steps learn is kept with the pair, and its key held the history."""
+    drafter, target, prompts = pair
+    history = History(ngram_size=3)
+    spec_generate(drafter, target, prompts, temperature=0.0, adaptive=True, history=history, **ALONE)
+    reference = weakref.ref(history)
+    del history
+    gc.collect()
+    assert reference() is None

@@ -191,16 +191,39 @@ def test_a_manager_of_batches_keeps_conversations_by_itself(model: Any, target: 
 
 def test_offloaded_weights_are_passed_over() -> None:
     """Weights on "meta" have no values to sample."""
-    assert KeptConversations(1).take([1], torch.nn.Linear(2, 2, device="meta")).token_ids == []
+    assert KeptConversations(1).take([1], torch.nn.Linear(2, 2, device="meta"))[0].token_ids == []
 
 
 def test_a_text_of_weights_that_have_changed_meanwhile_is_not_kept() -> None:
     """Promise: a trainer's step while a text is written leaves nothing of it."""
     kept, layer = KeptConversations(MOST), torch.nn.Linear(2, 2)
     for is_changed in (False, True):
-        conversation = kept.take([1, 2, 3], layer)
+        conversation, begun = kept.take([1, 2, 3], layer)
         conversation.hold([1, 2, 3], [4])
         with torch.no_grad():
             layer.weight += float(is_changed)
-        kept.give(conversation, layer)
+        kept.give(conversation, begun, layer)
         assert len(kept._conversations) == (not is_changed)
+
+
+def test_a_text_of_older_weights_is_not_kept_among_those_of_newer_ones() -> None:
+    """Bug: a text begun before a trainer's step, and closed after another request, was kept for the new weights."""
+    kept, layer = KeptConversations(MOST), torch.nn.Linear(2, 2)
+    older, begun = kept.take([1, 2, 3], layer)
+    older.hold([1, 2, 3], [4])
+    with torch.no_grad():
+        layer.weight += 1
+    kept.take([5, 6], layer)
+    kept.give(older, begun, layer)
+    assert len(kept._conversations) == 0
+
+
+def test_a_text_of_an_adapter_that_is_switched_off_is_not_gone_on_from() -> None:
+    """Bug: weights were compared, and an adapter that is switched changes none."""
+    kept, layer = KeptConversations(MOST), torch.nn.Linear(2, 2)
+    layer.is_adapted = True
+    conversation, begun = kept.take([1, 2, 3], layer)
+    conversation.hold([1, 2, 3], [4])
+    kept.give(conversation, begun, layer)
+    layer.is_adapted = False
+    assert kept.take([1, 2, 3, 4, 5], layer)[0].token_ids == []

@@ -353,3 +353,19 @@ def test_a_cache_that_has_moved_in_mid_text_is_recorded_anew(pair: Pair, recorde
     assert kept.token_ids == plain.token_ids
     for mine, theirs in zip(states_of(kept), states_of(plain), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
+
+
+def test_a_text_is_whole_though_its_caches_have_no_room_after_it(
+    pair: Pair, recorder: PlayedRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the copy of its caches, made when it was complete, ran out of memory, and the text was lost."""
+
+    def no_room(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    conversation = Conversation()
+    monkeypatch.setattr(recorded, "room_like", no_room)
+    pair.check([17], conversation=conversation, **RECORDED)
+    assert conversation.token_ids == []
+    monkeypatch.undo()
+    pair.check([17], conversation=conversation, cuda_graph=False)

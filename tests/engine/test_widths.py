@@ -492,6 +492,14 @@ def test_a_number_of_proposals_that_is_none(value: Any) -> None:
 
 
 @pytest.mark.usefixtures("_busy")
+def test_adaptive_steps_without_drafts_are_plain_ones() -> None:
+    """Bug: the widest of no widths was asked for."""
+    target, prompt = make_target(), make_prompt()
+    asked: dict[str, Any] = {"temperature": 0.0, "adaptive": True, "max_draft_tokens": 0, "max_new_tokens": 6}
+    written = spec_generate(make_drafter(), target, prompt, **asked)
+    assert torch.equal(written, greedy(target, prompt, max_new_tokens=6))
+
+
 def test_adaptive_text_is_the_one_that_the_seed_decides() -> None:
     """Promise: an adaptive step proposes the likeliest path, so that no clock decides which uniforms a text uses."""
     target, prompt = make_target(), make_prompt(14)

@@ -268,3 +268,14 @@ def test_padding_of_another_threads_batch_is_masked() -> None:
             beside = target(ids, attention_mask=mask).logits
     torch.testing.assert_close(beside[0], alone[0])
     torch.testing.assert_close(beside[1, 4:], alone[1, 4:])
+
+
+def test_models_that_share_a_config_leave_the_step_one_after_another() -> None:
+    """Bug: the first of them to end its step took the attention from under the other, in another thread."""
+    target = make_target()
+    other = type(target)(target.config)
+    with step_attention(target):
+        with step_attention(other):
+            pass
+        assert target.config._attn_implementation == STEP
+    assert target.config._attn_implementation == "sdpa"

@@ -213,3 +213,20 @@ def test_a_conversation_read_in_chunks_holds_its_text() -> None:
     assert torch.equal(spec_generate(drafter, target, second, conversation=conversation, **asked), truth)
     assert conversation.num_reused == 9 + NEW - 1
     assert conversation.token_ids == truth[0, :-1].tolist()
+
+
+def test_a_conversation_that_another_request_has_used_ends_the_older_one() -> None:
+    """Bug: the older request went on over the other one's caches, and its text was wrong without a word."""
+    target, drafter, conversation = make_target(), make_drafter(), Conversation()
+    first, second = make_prompt(9), make_prompt(9, seed=3)
+    asked: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NEW, "conversation": conversation}
+    older = generate_blocks(drafter, target, first, **asked)
+    next(older)
+    newer = generate_blocks(drafter, target, second, **asked)
+    written = [*next(newer).token_ids]
+    with pytest.raises(ValueError, match=r"went on with another request.*a conversation of its own"):
+        list(older)
+    written += [token_id for block in newer for token_id in block.token_ids]
+    truth = greedy(target, second, max_new_tokens=NEW)
+    assert written == truth[0, 9:].tolist()
+    assert conversation.token_ids == truth[0, :-1].tolist()

@@ -39,15 +39,20 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
+    StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
 from transformers.cache_utils import DynamicCache
 
 from dflash import DFlashDraftModel, spec_generate
+from dflash.model import generation_dflash
+from dflash.model.targets_dflash import InexactError
 
 
 NEW_TOKENS = 16
@@ -150,6 +155,7 @@ GREEDY_CALLS: dict[str, dict[str, Any]] = {
         "stopping_criteria": [SumIsLarge(), AllSumsAreLarge()],
         "eos_token_id": EARLY_IDS,
     },
+    "stop_strings without a stop token": {"stop_strings": ["T3 T", 'W""', "GB3", "no"], "tokenizer": make_tokenizer()},
     "stop_strings": {"stop_strings": ["T3 T", 'W""', "GB3", "no"], "tokenizer": make_tokenizer(), **UNUSED_STOP},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, ids: [30 + row, 40 + len(ids), 3]},
 }
@@ -699,3 +705,21 @@ def test_the_fixtures_hold_no_special_ids() -> None:
     ids, mask = prompts()
     assert not {PAD_TOKEN_ID, MASK_TOKEN_ID} & set(ids[mask.bool()].tolist())
     assert isinstance(make_drafter(**SHALLOW_DRAFTER), DFlashDraftModel)
+
+
+def test_criteria_of_a_batch_without_stop_tokens_need_the_package() -> None:
+    """Without stop tokens `generate` pads no text, and all grow until all are told to stop."""
+    criteria = StoppingCriteriaList([MaxTimeCriteria(9.0), MaxLengthCriteria(9)])
+    with pytest.raises(InexactError, match=r"MaxTimeCriteria in a batch without stop tokens.*give eos_token_id"):
+        generation_dflash._criteria_of_batch(criteria, False, None)
+    assert generation_dflash._criteria_of_batch(criteria, True, None) == []
+
+
+@pytest.mark.parametrize("nothing", [[], ()])
+def test_no_stop_tokens_stop_nothing(nothing: Any) -> None:
+    """Bug: an empty tuple of stop tokens raised IndexError."""
+    ids = prompts()[0][:1]
+    written = spec_generate(
+        make_drafter(**SHALLOW_DRAFTER), target(), ids, temperature=0.0, max_new_tokens=9, stop_token_ids=nothing
+    )
+    assert written.shape[1] == ids.shape[1] + 9

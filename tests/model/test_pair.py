@@ -44,6 +44,7 @@ from dflash.checkpoints import (
     save_pair,
 )
 from dflash.engine import options
+from dflash.engine.state import PairState
 from dflash.model.cache_dflash import CACHE_NAME
 from dflash.model.targets_dflash import InexactError
 
@@ -708,3 +709,40 @@ def test_the_command_writes_a_pair(dflash_command: Any, tmp_path: Path) -> None:
     ):
         status, _, err = dflash_command("pair", *words)
         assert (status, told in err) == (1, True), err
+
+
+@pytest.mark.parametrize(
+    "asked", [{"stop_token_ids": [7, 8]}, {"stop_token_ids": []}, {"generator": torch.Generator()}], ids=str
+)
+def test_what_is_not_drafted_is_written_plainly_with_the_same_stops(asked: Any, folder: Path) -> None:
+    """Bugs: plain generation lost `stop_token_ids`, and was given `generator`, which it does not know."""
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    told: dict[str, Any] = {}
+    plain = type(model).generate
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "custom_generate" not in kwargs:  # with which the loop has its requests prepared
+            told.update(kwargs)
+        return plain(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "generate", noted)
+        model.generate(torch.tensor([[5, 6, 9]]), max_new_tokens=3, output_attentions=True, **asked)
+    assert "generator" not in told
+    assert "stop_token_ids" not in told
+    if "stop_token_ids" in asked:
+        assert told["eos_token_id"] == (asked["stop_token_ids"] or None)
+
+
+def test_what_was_compiled_serves_the_next_request_of_a_pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the figures of a request are an attribute of the model, which then counted as changed, and steps were compiled anew."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    model = load(folder)
+    asked: dict[str, Any] = {"max_new_tokens": 8, "compile": True, "eos_token_id": None}
+    functions = []
+    for start in (5, 50):
+        model.generate(torch.arange(start, start + 9)[None], **asked)
+        state = PairState.of(drafter_of(model), model)
+        functions.append(list(state.functions.values()))
+    assert functions[0]
+    assert functions[0] == functions[1]
