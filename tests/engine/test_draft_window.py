@@ -243,3 +243,10 @@ def test_a_prompt_in_chunks_leaves_one_chunk_waiting(target: PreTrainedModel) ->
     asked: dict[str, Any] = {"max_new_tokens": NEW, "draft_window": (SINK, WINDOW), "prefill_chunk_size": 4}
     next(generate_blocks(drafter, target, make_prompt(30), conversation=conversation, **asked))
     assert conversation.context.waiting.num_columns <= 4
+
+
+def test_a_keyword_wins_over_the_window_of_the_config(target: PreTrainedModel) -> None:
+    conversation, drafter = Conversation(), make_drafter(**SMALL, draft_window=[SINK, WINDOW])
+    asked: dict[str, Any] = {**ASKED, "draft_window": (4, 90), "conversation": conversation}
+    spec_generate(drafter, target, make_prompt(30), **asked)
+    assert conversation.context.cache.window == (4, 90)
