@@ -190,6 +190,8 @@ def _sorted_out(folder: Path, is_pair: bool) -> tuple[dict[str, File], list[str]
         is_whole = is_pair and not path.name.startswith(".")
         if path.is_file() and (is_whole or path in code or any(map(path.match, FILES))):
             places.append(path)
+        elif is_pair and path.name.endswith("_templates"):  # of the target's tokenizer
+            places += path.glob("*.jinja")
         elif path.name != "custom_generate" and not (is_pair and path.name == "drafter"):
             left_out.append(f"{path.name}/" if path.is_dir() else path.name)
     files = {}

@@ -374,3 +374,13 @@ def test_secrets_and_training_state_beside_a_pairs_drafter_are_refused(
             plan_publication(pair, "me/pair")
         (pair / "drafter" / name).unlink()
     assert plan_publication(pair, "me/pair").is_pair
+
+
+def test_a_pairs_further_chat_templates_go_up(folder: Path, tmp_path: Path, no_connection: None) -> None:
+    """Promise: a pair is uploaded whole, with the templates that a tokenizer has beside its first one."""
+    target = save_checkpoint(make_target(), tmp_path / "target")
+    (target / "additional_chat_templates").mkdir()
+    (target / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
+    plan = plan_publication(make_pair(target, folder, tmp_path / "pair"), "me/pair")
+    assert "additional_chat_templates/rag.jinja" in {file.path for file in plan.files}
+    assert not plan.left_out

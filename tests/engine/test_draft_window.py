@@ -253,3 +253,10 @@ def test_a_window_larger_than_any_text_takes_no_more_memory_than_the_text(target
     assert torch.equal(
         drafted, spec_generate(drafter, target, make_prompt(), **{**ASKED, "draft_window": None}).sequences
     )
+
+
+def test_a_keyword_wins_over_the_window_of_the_config(target: PreTrainedModel) -> None:
+    conversation, drafter = Conversation(), make_drafter(**SMALL, draft_window=[SINK, WINDOW])
+    asked: dict[str, Any] = {**ASKED, "draft_window": (4, 90), "conversation": conversation}
+    spec_generate(drafter, target, make_prompt(30), **asked)
+    assert conversation.context.cache.window == (4, 90)

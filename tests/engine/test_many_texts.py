@@ -28,7 +28,7 @@ from tiny_models import (
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from dflash import Conversation, History, spec_generate
+from dflash import BatchOutput, Conversation, History, spec_generate
 from dflash.engine.batching import Conversations
 from dflash.engine.manager import BatchManager
 from dflash.engine.many_texts import generate_batch
@@ -751,3 +751,21 @@ def test_a_conversation_may_give_way_to_the_prompt_that_would_go_on_from_it(text
         [output] = manager.run()
         truth = greedy(texts.target, torch.tensor([prompt]), max_new_tokens=NEW_TOKENS)[0, len(prompt) :]
         assert output.generated_tokens == truth.tolist()
+
+
+def test_a_result_stays_as_it_was_when_it_was_given() -> None:
+    output = BatchOutput("a", [1], generated_tokens=[2], logprobs=[-0.5], acceptance_lengths=[1])
+    result = output.snapshot()
+    for values in (output.generated_tokens, output.logprobs, output.acceptance_lengths):
+        values.append(9)
+    assert (result.generated_tokens, result.logprobs, result.acceptance_lengths) == ([2], [-0.5], [1])
+
+
+def test_a_request_that_is_written_has_left_the_queue(texts: Texts) -> None:
+    """Promise: `max_queue_size` bounds what waits, and not what is a row already."""
+    manager = texts.manager(limits(max_queue_size=1))
+    for prompt in texts.prompts[:2]:
+        manager.add_request(prompt)
+        manager._advance()
+    assert len(manager._batch.members) == 2
+    assert len(list(manager.run())) == 2

@@ -282,3 +282,11 @@ def test_keywords_of_a_manager_win_over_the_pairs_settings(folder: Path, tmp_pat
     manager = own.init_continuous_batching(GenerationConfig(**SETTINGS), prompt_lookup_num_tokens=5)
     assert manager._batch.options.prompt_lookup_num_tokens == 5
     assert manager._batch.request.block_size == 4
+
+
+@needs_5
+def test_a_model_in_training_is_evaluated(folder: Path) -> None:
+    """Promise: as with transformers' own manager, no text has dropout."""
+    own = load(folder).train()
+    assert isinstance(own.init_continuous_batching(GenerationConfig(**SETTINGS)), BatchManager)
+    assert not own.training

@@ -746,3 +746,23 @@ def test_what_was_compiled_serves_the_next_request_of_a_pair(folder: Path, monke
         functions.append(list(state.functions.values()))
     assert functions[0]
     assert functions[0] == functions[1]
+
+
+def test_a_saved_pair_keeps_its_drafters_commit_and_what_an_error_does(
+    own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: a drafter on the Hub stays the one of the commit that the first pair names, whatever came after it."""
+    first, latest = "a" * 40, "b" * 40
+    for commit in (first, latest):
+        shutil.copytree(own_folder / "drafter", tmp_path / "snapshots" / commit)
+
+    def fetch(name: str, revision: str | None = None, **_: Any) -> str:
+        return str(tmp_path / "snapshots" / (revision or latest))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    content = json.loads((own_folder / "dflash.json").read_text())
+    content |= {"drafter": "org/my-DFlash", "revision": first, "on_error": "plain"}
+    (own_folder / "dflash.json").write_text(json.dumps(content))
+    shutil.rmtree(own_folder / "drafter")
+    save_pair(load(own_folder), tmp_path / "second")
+    assert json.loads((tmp_path / "second" / "dflash.json").read_text()) == content
