@@ -1,4 +1,4 @@
-"""LoRA (https://arxiv.org/abs/2106.09685) for drafters: a trainable low-rank update of the weight of each linear layer.
+"""LoRA (arXiv 2106.09685) for drafters: a trainable low-rank update of the weight of each linear layer.
 
 The update is a parametrisation of torch, so all code that reads `weight`, compiled forwards included, reads the updated weight.
 It is merged into the weights before the drafter decodes or is saved.
@@ -30,7 +30,7 @@ class LowRankChange(nn.Module):
 
 
 def change_in_low_rank(drafter: nn.Module, rank: int, seed: int) -> None:
-    """Freezes all weights in place and adds a trainable update of at most `rank` to the weight of each linear layer (LoRA).
+    """Freezes all weights in place, and adds a trainable update of at most `rank` to each linear layer (LoRA).
 
     Raises:
         ValueError: if no weight has a rank above `rank`, so that an update would not be smaller than the weights.

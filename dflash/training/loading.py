@@ -37,9 +37,9 @@ from .sources import Source, read_rows
 # A held-out text without a prompt is continued after this many of its tokens.
 SHORTEST_PROMPT = 8
 
-# CHANGEABLE: settings that change the config of an initial drafter (`init`). ADDABLE, below: settings that add a part to it. A part
-# begins without effect (convolutions, Domino's and DSpark's heads) or with little (the selector). All other settings of a shape are
-# for new drafters.
+# CHANGEABLE: settings that change the config of an initial drafter (`init`). ADDABLE, below: settings that add a part to it.
+# A part begins without effect (convolutions, Domino's and DSpark's heads) or with little (the selector). All other settings
+# of a shape are for new drafters.
 CHANGEABLE = ("block_size", "mask_token_id", "is_causal")
 NOT_A_SHAPE = ("init", "head", "confidence", "from_target", "freeze_init", "sliding_window", *CHANGEABLE)
 CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")  # config fields that `confidence` sets
@@ -96,7 +96,7 @@ def prepare(
 def prepare_domain(
     ready: Prepared, source: str, table: Examples, settings: TrainingSettings, announce: Announce
 ) -> Prepared:
-    """Returns the models of `ready` with the examples in `table`, some of them held out. `source` names them in errors.
+    """Returns the models of `ready` with the examples of `table`, some held out. `source` names them in errors.
 
     Raises:
         ValueError: if no example can be held out.
@@ -115,7 +115,7 @@ def prepare_domain(
 def load(
     target: Source, sources: Sequence[str], settings: TrainingSettings, announce: Announce
 ) -> tuple[Prepared, list[Examples]]:
-    """Returns the models, without data, and a list with the usable examples of each source and, last, of `settings.eval_data`.
+    """Returns the models, without data, and the usable examples of each source and, last, of `eval_data`.
 
     The data is read first, so that wrong data is refused before the target is loaded. Errors are those of `prepare`.
     """
@@ -208,7 +208,7 @@ def _usable(
     settings: TrainingSettings,
     announce: Announce,
 ) -> Examples:
-    """Returns the usable examples of a source; ValueError, with the source's name, for wrong data or another target's trace."""
+    """Returns the usable examples of a source; ValueError, with its name, for wrong data or another target's trace."""
     try:
         if has_rejected(examples):
             rows = read_rows(source, settings.split, settings.streaming)
@@ -265,7 +265,7 @@ def _load_target(target: Source, settings: TrainingSettings) -> PreTrainedModel:
 
 
 def take_prompts(ready: Prepared, settings: TrainingSettings, announce: Announce) -> None:
-    """Moves `settings.held_out` examples of `ready`, at most a tenth, to its held-out prompts; announces if they are fewer.
+    """Moves `settings.held_out` examples, at most a tenth, to the held-out prompts; announces if they are fewer.
 
     ValueError if there are not even as many examples.
     """
@@ -292,7 +292,7 @@ def _check_device_map(device_map: str | None) -> None:
 
 @contextmanager
 def _named_target(target: Source) -> Iterator[None]:
-    """Inside the `with`, which loads the target, turns an error that the user can fix into a ValueError that names the target."""
+    """Inside the `with`, turns an error that the user can fix into a ValueError that names the target."""
     try:
         yield
     except Exception as error:  # transformers raises different types, also ValueError for a name that can be no Hub id
@@ -331,7 +331,7 @@ def answers_of(data: Source, target: PreTrainedModel, announce: Announce = say_n
 def make_drafter(
     target: PreTrainedModel, tokenizer: Any, settings: TrainingSettings, start: DFlashDraftModel | None = None
 ) -> DFlashDraftModel:
-    """Returns the fp32 drafter to train: a new one of the shape in `settings`, or `start` (of `init`) with their changes.
+    """Returns the fp32 drafter to train: a new one by the settings, or `start` (of `init`) with their changes.
 
     ValueError for settings that do not fit the target or `start`.
     """
@@ -368,7 +368,7 @@ def _changed_drafter(
     shape: Facts,
     changes: Facts,
 ) -> DFlashDraftModel:
-    """Returns `start` with the fields `changes` in its config, and with the parts that the fields `shape` describe added.
+    """Returns `start` with the config fields `changes`, and with the parts added that the fields `shape` describe.
 
     With `freeze_init`, only the added parts remain trainable or, if none is added, the parts that `start` has. ValueError if
     `shape` describes a part that `start` has already, or a size that its weights determine.
@@ -420,7 +420,7 @@ def _changed_drafter(
 
 
 def hold_out(examples: Examples, count: int, seed: int) -> tuple[Examples, list[list[int]]]:
-    """Draws `count` examples at random, at most a tenth; returns the remaining examples, and the prompts of the drawn ones."""
+    """Draws `count` examples, at most a tenth; returns the remaining examples, and the prompts of the drawn ones."""
     total = len(examples)
     most = total // 10
     generator = random.Random(f"held-out-{seed}")

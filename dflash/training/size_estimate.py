@@ -75,7 +75,7 @@ def _value_bytes(trainer: Trainer) -> int:
 
 
 def _layers_at_once(trainer: Trainer) -> int:
-    """Number of layers whose tensors are in memory at a time: all, or with gradient checkpointing the one being recomputed."""
+    """Number of layers whose tensors are in memory together: all, or 1 with gradient checkpointing."""
     return 1 if trainer.settings.gradient_checkpointing else trainer.drafter.config.num_hidden_layers
 
 
@@ -111,7 +111,7 @@ def _copied_bytes(trainer: Trainer) -> int:
 
 
 def _layer_bytes(trainer: Trainer, size: BatchSize) -> int:
-    """Bytes that layers and Domino's GRU keep for the backward pass; with gradient checkpointing a layer keeps its input only."""
+    """Bytes that layers and Domino's GRU keep for the backward pass; a checkpointed layer keeps its input only."""
     config = trainer.drafter.config
     width = config.hidden_size
     if not trainer.settings.gradient_checkpointing:
