@@ -92,7 +92,7 @@ class Dialogue:
         return sum(sum(sequence.response_mask) for sequence in self._sequences)
 
     def room(self, max_new_tokens: int, positions: int | None) -> int:
-        """Returns how many tokens the next answer may have: `max_new_tokens`, or the `positions` left, if fewer."""
+        """Returns the most tokens of the next answer: `max_new_tokens`, or what its prompt leaves of `positions`."""
         if positions is None:
             return max_new_tokens
         return max(0, min(max_new_tokens, positions - self.num_prompt_tokens))

@@ -56,7 +56,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """The target's answer to a prompt."""
+    """The target's answer to a prompt, and how it was written."""
 
     token_ids: list[int]  # the stop token included
     ended: bool  # False if `max_new_tokens` cut it off

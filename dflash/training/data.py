@@ -166,7 +166,7 @@ def with_response(
 
 
 def write_examples(path: Path, examples: Iterable[Example]) -> None:
-    """Writes single-turn examples to a new file, as JSON lines of `prompt_ids` and `response_ids`."""
+    """Writes single-turn examples to `path`, as JSON lines of `prompt_ids` and `response_ids`."""
     with path.open("w") as file:
         for example in examples:
             prompt_ids = example.prompt_ids

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from dflash.drafter import DFlashDraftModel
 
 from .acceptance import AcceptanceCounts
-from .adaptation_lora import is_changed, merged
+from .adaptation_lora import has_low_rank_updates, merged
 from .losses import DraftCounts
 from .settings import Facts
 
@@ -96,7 +96,7 @@ def whole_copy(drafter: DFlashDraftModel) -> DFlashDraftModel:
 
     The result is a copy if the drafter is sharded or has such updates, else `drafter` itself.
     """
-    if is_changed(drafter):
+    if has_low_rank_updates(drafter):
         return merged(drafter)
     if not is_sharded(drafter):
         return drafter

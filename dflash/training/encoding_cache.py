@@ -58,7 +58,7 @@ def cached_examples(
             template_kwargs,
         )
 
-    rules = tokenizer_rules(tokenizer)
+    rules = tokenizer_fingerprint(tokenizer)
     if rules is None or (wanted is not None and wanted.samples < CACHED_ROWS):
         return list(encode_all())
     version = opened.version()
@@ -87,7 +87,7 @@ def cached_examples(
     return ExampleTable(datasets.Dataset.from_file(str(path)))
 
 
-def tokenizer_rules(tokenizer: Any) -> str | None:
+def tokenizer_fingerprint(tokenizer: Any) -> str | None:
     """Returns a short hash of all that decides the ids of a text; `None` for a slow (Python) tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -10,7 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 from dflash.drafter import DFlashDraftModel
 from dflash.model.targets_dflash import decoder_layers, text_config
 
-from .adaptation_lora import is_changed
+from .adaptation_lora import has_low_rank_updates
 from .batches import epoch_sequences, valid_anchors
 from .block_attention import MOST_SCORES, is_fused
 from .distributed import is_sharded
@@ -98,7 +98,7 @@ def _copied_bytes(trainer: Trainer) -> int:
     is_trained = [parameter.requires_grad for parameter in drafter.layers.parameters()]
     if not any(is_trained):
         return 0
-    value_bytes = 4 * is_changed(drafter)
+    value_bytes = 4 * has_low_rank_updates(drafter)
     if trainer.precision == "bf16":
         value_bytes += 2
     matrices = [

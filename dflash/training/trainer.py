@@ -23,7 +23,7 @@ from dflash.drafter import DFlashDraftModel
 from dflash.model.targets_dflash import decoder_layers, text_config
 
 from .acceptance import AcceptanceCounts, measure_acceptance
-from .adaptation_lora import change_in_low_rank
+from .adaptation_lora import add_low_rank_updates
 from .batches import Batch, BatchPlan, epoch_batches, epoch_sequences
 from .device import computes_in_bf16, is_cpu_alone
 from .distributed import (
@@ -103,7 +103,7 @@ class Trainer:
         self.num_shares = self.accelerator.num_processes * settings.gradient_accumulation_steps
         self._check_settings()
         if settings.lora_rank is not None:
-            change_in_low_rank(drafter, settings.lora_rank, settings.seed)
+            add_low_rank_updates(drafter, settings.lora_rank, settings.seed)
         self._place_models(state)
         self.optimizers = build_optimizers(
             drafter,
