@@ -396,12 +396,12 @@ class TrainingSettings:
         return getattr(self, name) or default
 
     def chosen(self, names: Collection[str]) -> Facts:
-        """Returns by name the settings among `names` that are not `None`."""
+        """Returns a dict of the settings among `names` that are not `None`."""
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
     def decisive(self) -> Facts:
-        """Returns by name the settings that decide what is learned. A resumed run must have the same."""
+        """Returns a dict of the settings that decide what is learned. A resumed run must have the same."""
         names = [setting.name for setting in fields(self) if not setting.metadata["is_free"]]
         return {name: getattr(self, name) for name in names}
 
