@@ -1,4 +1,4 @@
-"""Writes regenerated rows to a file as they are finished, and beside it a manifest of the settings that they depend on."""
+"""Writes regenerated rows to a file as they are finished, and a manifest of what they depend on beside it."""
 
 import json
 import os
@@ -27,11 +27,11 @@ class Line(NamedTuple):
 
 
 def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False) -> None:
-    """Raises an error unless a run may write its answers to `path`. Called before models are loaded and again before writing.
+    """Raises an error unless a run may write its answers to `path`. Called before models are loaded, and later again.
 
     Raises:
-        ValueError: for a path that is not a `.jsonl` file, as `dflash train` needs it; one that holds something other than a run; or
-            one that holds a run while neither or both of `resume` and `overwrite` are given.
+        ValueError: for a path that is not a `.jsonl` file, as `dflash train` needs it; that holds something other than a run;
+            or that holds a run if neither `resume` nor `overwrite` is given. Also if both are given.
         OSError: for a path that cannot be written.
     """
     if path.suffix != ".jsonl" or path.is_dir():
@@ -51,7 +51,7 @@ def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False)
 
 
 class AnswerFile(JsonLines):
-    """The output of a run as JSON lines. A row of the data takes one line or more; `finish` puts the lines in the rows' order.
+    """The output of a run as JSON lines, one or more for each row of the data. `finish` puts them in the rows' order.
 
     The rows depend on `settings`. A run is resumed with the same settings, of which only `samples` may grow.
     """
@@ -74,7 +74,7 @@ class AnswerFile(JsonLines):
         refuse_changes(before, self._settings)
 
     def begin(self, overwrite: bool, facts: dict[str, Any]) -> None:
-        """Deletes temporary files of a killed run and, with `overwrite`, the older run; then writes the manifest with `facts`.
+        """Deletes temporary files of a killed run and, with `overwrite`, the older run; then writes the manifest.
 
         Only the first process calls it.
         """
@@ -87,7 +87,7 @@ class AnswerFile(JsonLines):
         self.write_manifest(facts | {"complete": False})
 
     def mend(self) -> None:
-        """Cuts an incomplete last line off this process's part, and then the lines of the last row if some of them are missing."""
+        """Cuts an incomplete last line off this process's part, and the lines of an incomplete last row."""
         super().mend()
         if not self._own.exists():
             return
@@ -105,7 +105,7 @@ class AnswerFile(JsonLines):
             os.truncate(self._own, last_row[-1])
 
     def finished(self, drop_cut: bool = False) -> set[int]:
-        """Returns the numbers of the rows that the run to resume has answered; with `drop_cut`, also of rows that it dropped.
+        """Returns the numbers of rows that the run to resume has answered; with `drop_cut`, also of those it dropped.
 
         ValueError if that run had other settings.
         """

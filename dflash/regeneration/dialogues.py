@@ -1,4 +1,4 @@
-"""Turns rows of data into dialogues: their prompts turn by turn, and the answers as rows to train on. It knows no model."""
+"""Turns rows of data into dialogues: prompts turn by turn, and answers as rows to train on. It knows no model."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ Encode = Callable[[Messages], list[int]]
 
 
 class Unanswerable(ValueError):
-    """Raised for a row without a question that can be answered. The message is the reason as a phrase, such as `no user turn`."""
+    """Raised for a row without a question that can be answered. The message is a phrase, such as `no user turn`."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Dialogue:
         return sum(sum(sequence.response_mask) for sequence in self._sequences)
 
     def room(self, max_new_tokens: int, positions: int | None) -> int:
-        """Returns how many tokens the next answer may have: at most `max_new_tokens`, and what the prompt leaves of `positions`."""
+        """Returns the most tokens of the next answer: `max_new_tokens`, or what its prompt leaves of `positions`."""
         if positions is None:
             return max_new_tokens
         return max(0, min(max_new_tokens, positions - self.num_prompt_tokens))
@@ -179,7 +179,8 @@ def as_dialogue(
 
     Raises:
         Unanswerable: for a row without a question.
-        ValueError: for a row of another form. A malformed row may raise other errors, which [`named_row`] turns into a ValueError.
+        ValueError: for a row of another form. A malformed row may raise other errors, which [`named_row`] turns into a
+            ValueError.
     """
 
     def encode(messages: Messages) -> list[int]:
@@ -213,7 +214,7 @@ def as_dialogue(
 
 
 def _questions(messages: Messages) -> list[Messages]:
-    """Returns for each answer of the assistant the messages to add before it; a last question without an answer counts too.
+    """Returns for each assistant turn the messages to add before it; an unanswered last question has one too.
 
     Messages of the assistant before the first question stay as they are. Raises Unanswerable for tool calls, and if there is no
     user turn.

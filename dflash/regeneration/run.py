@@ -69,8 +69,8 @@ class RegenerationRecord:
 class RegenerationRun(Run):
     """Processes and callbacks of a regeneration, and further entries of its manifest.
 
-    `on_begin` is called with the number of rows that this process will answer and the [`RegenerationRecord`], `on_done` with the
-    number of new tokens of each finished row.
+    `on_begin` is called with the number of rows that this process will answer and the [`RegenerationRecord`], `on_done` with
+    the number of new tokens of each finished row.
     """
 
     target: str | None = None  # the target's name
@@ -81,7 +81,7 @@ class RegenerationRun(Run):
     def facts(
         self, revision: str | None, settings: RegenerationSettings, name: str | None, card: Any, seen: SeenRows
     ) -> dict[str, Any]:
-        """Returns the manifest's entries on target, data and versions. `revision` is the target's; `name` and `card` the data's."""
+        """Returns the manifest's entries. `revision` is the target's; `name`, `card` and `seen` describe the data."""
         license = self.license or getattr(card, "license", None) or seen.license
         return {
             "target": public_name(self.target),  # without a path of this machine
@@ -222,7 +222,7 @@ def _depends_on(settings: RegenerationSettings, writer: Writer, tokenizer: Any, 
 
 
 def _append_all(file: AnswerFile, answered: Answered, on_done: Callable[[int], None]) -> Counter[str]:
-    """Appends the rows of finished dialogues to `file`; returns the counts of verify steps, their tokens, and encoded answers."""
+    """Appends the rows of finished dialogues to `file`; returns counts of verify steps, tokens and encoded answers."""
     counts: Counter[str] = Counter()
     with closing(answered):  # an error here stops the writer at once, and not only when the generator is collected
         for dialogues, answers in answered:
@@ -247,10 +247,10 @@ def _answered(writer: Writer, dialogues: deque[Dialogue], settings: Regeneration
 
 
 def _concurrently(writer: ServerWriter, dialogues: deque[Dialogue], settings: RegenerationSettings) -> Answered:
-    """Answers all `dialogues` as `_answered` does, with `writer.batch_size` threads, each of which answers one at a time.
+    """Answers all `dialogues` as `_answered` does, each in one of `writer.batch_size` threads.
 
-    After an error no further dialogue is started, and the error is raised when the running ones have finished. After an interrupt
-    their answers are dropped, and no thread sends another request.
+    After an error no further dialogue is started, and the error is raised when the running ones have finished. After an
+    interrupt their answers are dropped, and no thread sends another request.
     """
 
     def answer(dialogue: Dialogue) -> list[Round]:

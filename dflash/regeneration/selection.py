@@ -1,4 +1,4 @@
-"""Chooses the rows that a run answers: reads and draws them, and leaves out those that cannot or need not be answered."""
+"""Chooses the rows that a run answers: draws them, and leaves out what cannot or need not be answered."""
 
 import hashlib
 import os
@@ -26,7 +26,7 @@ WARNED_OF_LENGTH = "sequence-length-is-longer-than-the-specified-maximum"
 
 
 def opened(data: str | os.PathLike[str] | Iterable[Row], settings: RegenerationSettings) -> OpenRows:
-    """Returns a function that returns the rows of `data`, a file, folder, Hub id or rows; raises the errors of `read_rows`.
+    """Returns a function that returns the rows of `data` (file, folder, Hub id or rows); errors of `read_rows`.
 
     Rows in an iterator are collected in a list, unless the settings ask for streaming.
     """
@@ -73,7 +73,7 @@ class SeenRows:
 
 
 class Drawn(NamedTuple):
-    """A row that was drawn, its number in the data (from 1), and its place in the random order, of which `samples` are taken."""
+    """A drawn row, its number in the data (from 1), and its place in the random order, whose first `samples` are used."""
 
     number: int
     place: int
@@ -81,7 +81,7 @@ class Drawn(NamedTuple):
 
 
 def drawn_rows(source: OpenRows, seen: SeenRows, settings: RegenerationSettings) -> Iterator[Drawn]:
-    """Yields `samples` rows, drawn at random by the seed, in the data's order; without `samples`, or of a stream, all rows.
+    """Yields `samples` rows, drawn by the seed, in the data's order; all rows of a stream, or without `samples`.
 
     `seen` counts the rows that are read.
     """
@@ -106,9 +106,10 @@ def drawn_rows(source: OpenRows, seen: SeenRows, settings: RegenerationSettings)
 def selected(
     rows: Iterable[Drawn], name: str, tokenizer: Any, settings: RegenerationSettings, positions: int | None
 ) -> tuple[list[Dialogue], Counter[str]]:
-    """Returns the dialogues to answer, and how many rows are left out, by reason. A stream is read up to `samples` dialogues.
+    """Returns the dialogues to answer, and how many rows are left out, by reason.
 
-    Of rows that ask the same, the one drawn first is kept, so that a run with more samples has all rows of a run with fewer.
+    A stream is read until there are `samples` dialogues. Of rows that ask the same, the one drawn first is kept, so that a
+    run with more samples has all rows of a run with fewer.
 
     Raises:
         ValueError: if no row can be answered, or for a malformed row, with its number.

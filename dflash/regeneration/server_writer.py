@@ -26,11 +26,12 @@ def read_configs(target: str, trust_remote_code: bool = False) -> tuple[Any, Any
 
 
 class ServerWriter:
-    """Answers requests with a target on a server. It has the attributes of [`TargetWriter`] and raises `OpenAIClient`'s errors.
+    """Answers requests with a target on a server. It has the attributes of [`TargetWriter`].
 
-    It requests completions of token ids, so the server applies no chat template. A server that takes no ids is sent the text of
-    the prompt; ValueError if that text is not encoded to the same ids. If a server does not return the ids of an answer, its
-    text is encoded again. That gives the same ids for most texts, but not for all, so the answer is marked (`is_encoded`).
+    It requests completions of token ids, so the server applies no chat template. A server that takes no ids is sent the text
+    of the prompt; ValueError if that text is not encoded to the same ids. If a server does not return the ids of an answer,
+    its text is encoded again. That gives the same ids for most texts, but not for all, so the answer is marked
+    (`is_encoded`). Errors are those of `OpenAIClient`.
 
     `model` is the name that the server serves the target under (`None`: its only model). `tokenizer`, `config` and
     `generation_config` are the target's; the stop tokens of `generation_config` end an answer.

@@ -1,4 +1,4 @@
-"""Prepares the sources of an adaptation: files of answers are used as they are; any other source is answered by the target."""
+"""Prepares the sources of an adaptation: answers are used as they are; other sources the target answers first."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +25,7 @@ def answer_sources(
     announce: Announce = say_nothing,
     watch: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[str]:
-    """Returns what to train on for each source: the source itself if it holds answers, else a trace of the target's answers.
+    """Returns what to train on for each source: itself if it holds answers, else a trace of the target's answers.
 
     The pair writes the traces into `folder`. Answers that an earlier call left unfinished are completed.
 
@@ -37,8 +37,8 @@ def answer_sources(
         target_name: The target's name, for the manifest.
         overwrite: Answer all sources again.
         announce: Called with a sentence on what will be answered, and with the result.
-        watch: Function that returns a context manager for each source. Its value is `None`, or has `begin` and `row`, which become
-            `on_begin` and `on_done` of a [`RegenerationRun`].
+        watch: Function that returns a context manager for each source. Its value is `None`, or has `begin` and `row`, which
+            become `on_begin` and `on_done` of a [`RegenerationRun`].
 
     Raises:
         ValueError: for a source that cannot be read or that is streamed although it holds answers, or as [`regenerate_data`].
@@ -57,7 +57,7 @@ def answer_sources(
         answers = folder / f"{name}.jsonl"
         trace = folder / f"{name}.trace.jsonl"
         resume = manifest_path(answers).exists() and not overwrite
-        rest = "what is left of " if resume else ""
+        rest = "the rest of " if resume else ""
         announce(f"The target answers {rest}{source}, and rejected drafts are recorded, in {trace}.")
         with watch() as bar:
             watched = {} if bar is None else {"on_begin": bar.begin, "on_done": bar.row}

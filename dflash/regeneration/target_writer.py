@@ -1,7 +1,7 @@
-"""Lets the target answer in this process: token ids in, token ids out. A drafter learns best from its target's own answers.
+"""Lets the target answer in this process: token ids in, token ids out.
 
-Without a drafter, `generate` of transformers writes the answers. A logits processor then chooses the tokens with the same uniform
-random numbers as the loop with a drafter, so that both choose the same tokens.
+Without a drafter, `generate` of transformers writes the answers. A logits processor then chooses the tokens with the same
+uniform random numbers as the loop with a drafter, so that both choose the same tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ from dflash.training import Example, Trace, stop_ids, was_rejected, with_respons
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen: greedily at temperature 0, else sampled as by `generate`. ValueError for a value out of range."""
+    """How tokens are chosen: greedily at temperature 0, else sampled as by `generate`.
+
+    Raises:
+        ValueError: for a value out of range.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -52,7 +56,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """The target's answer to a prompt."""
+    """The target's answer to a prompt, and how it was written."""
 
     token_ids: list[int]  # the stop token included
     ended: bool  # False if `max_new_tokens` cut it off
@@ -99,7 +103,7 @@ class _Text:
             self.token_ids.append(token_id)
 
     def take(self, block: Block) -> None:
-        """Appends the tokens of a block of the drafter's loop, its acceptance length and, if its draft was rejected, its anchor."""
+        """Appends a block of the drafter's loop: tokens, acceptance length and, if its draft was rejected, the anchor."""
         if self.is_done:
             return
         if was_rejected(block):
@@ -110,11 +114,11 @@ class _Text:
 
 
 class TargetWriter:
-    """Answers requests with the target in this process. A drafter saves forwards of the target, and in fp32 changes no token.
+    """Answers requests with the target in this process. A drafter may save steps, and in fp32 changes no token.
 
-    An answer depends on its prompt, its seed and the sampling, and on the other prompts of its batch only through rounding. With
-    large batches a drafter may be slower than none. With a `trace`, each text and the anchors of its rejected drafts are recorded
-    there. ValueError if the target's logits are NaN or infinite, here or in an answer.
+    An answer depends on its prompt, its seed and the sampling, and on the other prompts of its batch only through rounding.
+    With large batches a drafter may be slower than none. With a `trace`, each text and the anchors of its rejected drafts are
+    recorded there. ValueError if the target's logits are NaN or infinite, here or in an answer.
     """
 
     is_concurrent: Literal[False] = False  # threads may not call it at the same time
@@ -177,10 +181,10 @@ class TargetWriter:
                 text.append(token_ids)
 
     def _num_steps(self, texts: Sequence[_Text]) -> int:
-        """The number of tokens to write next: until all answers are complete, or the longest text fills the target's positions.
+        """The number of tokens to write next: until all are complete, or the longest text fills the positions.
 
-        The other texts then go on without the longest one. Beyond its positions a target with learned position embeddings fails,
-        and one whose rotary frequencies depend on the length would write other answers in the whole batch.
+        The other texts then go on without the longest one. Beyond its positions a target with learned position embeddings
+        fails, and one whose rotary frequencies depend on the length would write other answers in the whole batch.
         """
         num_left = max(text.num_left for text in texts)
         longest = max(len(text.all_ids) for text in texts)
@@ -191,8 +195,9 @@ class TargetWriter:
     def _roomy_first(self, texts: Sequence[_Text]) -> list[list[_Text]]:
         """Cuts texts into batches that can draft at least half as many tokens as their text with most room could alone.
 
-        A batch drafts until its longest text fills the positions, so one text that nearly fills them would end the drafts of all.
-        A batch that has ended cannot draft on, because each call of the loop draws its random numbers from the beginning.
+        A batch drafts until its longest text fills the positions, so one text that nearly fills them would end the drafts of
+        all. A batch that has ended cannot draft on, because each call of the loop draws its random numbers from the
+        beginning.
         """
         batches: list[list[_Text]] = []
         roomiest = 0
@@ -206,7 +211,7 @@ class TargetWriter:
         return batches
 
     def _draft(self, texts: Sequence[_Text], sampling: Sampling) -> None:
-        """Extends each text in place with the drafter, until all are complete or the longest one fills the target's positions."""
+        """Extends each text in place with the drafter, until all are complete or the longest fills the positions."""
         drafter: Any = self.drafter
         options: dict[str, Any] = {"temperature": sampling.temperature}
         if sampling.temperature:
@@ -331,7 +336,7 @@ def _write(
 
 
 class _Watch(processing.LogitsProcessor):
-    """Records in `is_broken` whether any score was NaN or infinite. Read it once at the end: a read waits for the device."""
+    """Records in `is_broken` whether any score was NaN or infinite. To be read once, as a read waits for the device."""
 
     is_broken: bool | torch.Tensor = False
 
@@ -342,7 +347,7 @@ class _Watch(processing.LogitsProcessor):
 
 
 class _ByUniforms(processing.LogitsProcessor):
-    """Samples each sequence's token with its own uniform random numbers, as decoding with a drafter does; masks all others."""
+    """Samples each sequence's token with its own random numbers, as decoding with a drafter does; masks all others."""
 
     def __init__(self, uniforms: PositionUniforms, sequences: Sequence[int], first_column: int) -> None:
         self.uniforms = uniforms

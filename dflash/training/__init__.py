@@ -1,4 +1,4 @@
-"""Trains a drafter for a target: data, anchors, blocks, losses and the training loop. Needs the extra `train` of the package."""
+"""Trains a drafter for a target: data, anchors, blocks, losses and the training loop. Needs the extra `train`."""
 
 from typing import TYPE_CHECKING
 

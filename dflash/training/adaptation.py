@@ -1,4 +1,4 @@
-"""Trains a drafter further on a user's texts (`dflash adapt`), and measures its acceptance on each domain before and after."""
+"""Trains a drafter further on a user's texts (`dflash adapt`), and measures acceptance before and after."""
 
 import os
 import random
@@ -27,7 +27,7 @@ FORGOTTEN = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptationGoal(Goal):
-    """Goal of an adaptation: the highest mean tau of all domains but `general`, while no domain loses more than `FORGOTTEN`."""
+    """The highest mean tau of all domains but `general`, if no domain's tau is lower by more than `FORGOTTEN`."""
 
     domains: Mapping[str, Prompts]  # held-out prompts by the domain's name
     general: str = ""  # name of the domain whose tau only has to be kept; empty if there is none
@@ -68,17 +68,18 @@ def adapt(
     general_share: float = 0.3,
     **options: Any,
 ) -> TrainingRecord:
-    """Trains `drafter` further on `data`, and saves the weights with the highest tau, which may be the first, to `output`.
+    """Trains `drafter` further on `data`, and saves the weights with the highest tau to `output`.
 
-    Each file of `data` is a domain. Its acceptance is measured on prompts held out of that file, before and after; the model card
-    of the checkpoint shows both. Weights whose tau on a file, or on the `general` texts, is more than 2 % below that of the
-    original drafter are not kept. The run ends after `settings.patience` measurements in a row without a better one.
+    Each file of `data` is a domain. Its acceptance is measured on prompts held out of that file, before and after; the model
+    card of the checkpoint shows both. Weights whose tau on a file, or on the `general` texts, is more than 2 % below that of
+    the original drafter are not kept, so the original weights may stay the best. The run ends after `settings.patience`
+    measurements in a row without a better one.
 
     Args:
         target: Folder or Hub id of the target.
         drafter: Folder or Hub id of its drafter, in the format of any supported tool.
-        data: One file per domain, of the target's own answers. A [`Trace`] also records where drafts were rejected, so that blocks
-            can begin there (`settings.rejected_share`).
+        data: One file per domain, of the target's own answers. A [`Trace`] also records where drafts were rejected, so that
+            blocks can begin there (`settings.rejected_share`).
         output: Folder of the checkpoint.
         settings: The recipe. All weights are trained, or with `lora_rank` a low-rank update of them.
         general: Answers to prompts that the drafter is good at already and has to stay good at.
@@ -123,7 +124,7 @@ def adaptation_sources(
     general: Source | None = None,
     general_share: float = 0.3,
 ) -> dict[str, str]:
-    """Returns the path of each domain by the name that reports use (the file's, without suffix); `general` is the last one.
+    """Returns each domain's path by its name in reports, which is the file's without suffix; `general` is last.
 
     Nothing is read yet.
 
@@ -155,7 +156,7 @@ def adaptation_sources(
 def _domains(
     sources: Mapping[str, str], target: Source, settings: TrainingSettings, announce: Announce
 ) -> dict[str, Prepared]:
-    """Loads the models and all sources; returns for each domain its examples and held-out prompts, with the same models."""
+    """Loads models and sources; returns the examples and held-out prompts of each domain, by its name."""
     ready, tables = load(
         target,
         list(sources.values()),

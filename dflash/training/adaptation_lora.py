@@ -1,4 +1,4 @@
-"""LoRA (https://arxiv.org/abs/2106.09685) for drafters: a trainable low-rank update of the weight of each linear layer.
+"""LoRA (arXiv 2106.09685) for drafters: a trainable low-rank update of the weight of each linear layer.
 
 The update is a parametrisation of torch, so all code that reads `weight`, compiled forwards included, reads the updated weight.
 It is merged into the weights before the drafter decodes or is saved.
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 
-class LowRankChange(nn.Module):
+class LowRankUpdate(nn.Module):
     """A parametrisation that adds `up @ down`, a matrix of rank R, to a weight. `up` is 0 at first."""
 
     def __init__(self, weight: Tensor, rank: int, generator: torch.Generator) -> None:
@@ -29,8 +29,8 @@ class LowRankChange(nn.Module):
         return weight + self.up @ self.down
 
 
-def change_in_low_rank(drafter: nn.Module, rank: int, seed: int) -> None:
-    """Freezes all weights in place and adds a trainable update of at most `rank` to the weight of each linear layer (LoRA).
+def add_low_rank_updates(drafter: nn.Module, rank: int, seed: int) -> None:
+    """Freezes all weights in place, and adds a trainable update of at most `rank` to each linear layer (LoRA).
 
     Raises:
         ValueError: if no weight has a rank above `rank`, so that an update would not be smaller than the weights.
@@ -45,13 +45,13 @@ def change_in_low_rank(drafter: nn.Module, rank: int, seed: int) -> None:
     drafter.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for module, whole_rank in zip(linear, ranks, strict=True):
-        change = LowRankChange(module.weight, min(rank, whole_rank), generator)
-        parametrize.register_parametrization(module, "weight", change)
+        update = LowRankUpdate(module.weight, min(rank, whole_rank), generator)
+        parametrize.register_parametrization(module, "weight", update)
 
 
-def is_changed(drafter: nn.Module) -> bool:
-    """Whether `drafter` has low-rank updates from `change_in_low_rank`."""
-    return any(isinstance(module, LowRankChange) for module in drafter.modules())
+def has_low_rank_updates(drafter: nn.Module) -> bool:
+    """Whether `drafter` has low-rank updates from `add_low_rank_updates`."""
+    return any(isinstance(module, LowRankUpdate) for module in drafter.modules())
 
 
 def merged(drafter: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Records decoded texts as training rows, together with the positions (anchors) after which verification rejected a draft."""
+"""Records decoded texts as training rows, with the anchors of the drafts that verification rejected."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,9 +24,10 @@ BEGINNING = b'{"target":'
 
 
 class Trace:
-    """A file of JSON lines, one per text: its token ids and, in `rejected`, the anchors of drafts that were not fully accepted.
+    """A file of JSON lines, one per text: its token ids, and the anchors of drafts that were not fully accepted.
 
-    Each row also holds the target's name and the fingerprints of target and tokenizer, so that files can be concatenated.
+    The anchors are in `rejected`. Each row also holds the target's name and the fingerprints of target and tokenizer, so that
+    files can be concatenated.
 
     Args:
         path: A `.jsonl` file. Rows are appended to it.
@@ -99,12 +100,12 @@ class Trace:
 
 
 def was_rejected(block: Block) -> bool:
-    """Whether verification rejected a token of the drafter's draft; False for lookup proposals, which no drafter wrote."""
+    """Whether verification rejected a token of the drafter's draft; False for lookup proposals."""
     return block.num_accepted < block.num_proposals and not block.is_lookup
 
 
 def recorded(blocks: Iterable[Block], prompts: Prompts, trace: Trace) -> Iterator[Block]:
-    """Yields the `blocks` of `generate_blocks` unchanged. When they end, or the iterator is closed, appends the texts to `trace`."""
+    """Yields the `blocks` of `generate_blocks` unchanged; appends their texts to `trace` when it ends or is closed."""
     texts = [list(prompt) for prompt in prompts]
     rejected: list[list[int]] = [[] for _ in prompts]
     try:
@@ -125,7 +126,7 @@ def recorded(blocks: Iterable[Block], prompts: Prompts, trace: Trace) -> Iterato
 
 
 def _rows_of(path: Path) -> Iterator[Facts]:
-    """Yields the rows of a trace; ValueError for a line that is none. An incomplete last row, left by a killed process, is skipped."""
+    """Yields the rows of a trace; ValueError for a line that is none. An incomplete last row is skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             is_whole = line.endswith(b"\n")

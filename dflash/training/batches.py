@@ -184,10 +184,10 @@ def _pools(count: int, rng: random.Random, pool: int) -> Iterator[list[int]]:
 
 
 def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random, pool: int = POOL) -> list[list[int]]:
-    """Returns an epoch's batches as lists of indices, in random order: at most `batch_tokens` with padding, or one longer sequence.
+    """Returns an epoch's batches in random order, as lists of indices.
 
-    Pools of shuffled sequences are sorted by length and cut, so that there is little padding and batches still differ between
-    epochs.
+    A batch has at most `batch_tokens` with padding, or is one longer sequence. Pools of shuffled sequences are sorted by length
+    and cut, so that there is little padding and batches still differ between epochs.
     """
     batches: list[list[int]] = []
     for numbers in _pools(len(lengths), rng, pool):
@@ -204,10 +204,10 @@ def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random,
 
 
 def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: int = POOL) -> list[list[int]]:
-    """Packs an epoch's documents into sequences of at most `width` tokens; returns each one's document numbers, in random order.
+    """Packs documents into sequences of at most `width` tokens; returns their document numbers, in random order.
 
-    The documents of a shuffled pool, longest first, go into the first sequence that has room. A document longer than `width` is a
-    sequence of its own.
+    The documents of a shuffled pool, longest first, go into the first sequence that has room. A document longer than `width`
+    is a sequence of its own.
     """
     sequences: list[list[int]] = []
     for numbers in _pools(len(lengths), rng, pool):
@@ -249,8 +249,8 @@ def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list
 def epoch_batches(examples: Examples, epoch: int, plan: BatchPlan, first: int = 0) -> Iterator[Batch]:
     """Yields the batches of an epoch (from 0), which hold each example once; fixed by plan and epoch.
 
-    Batches before number `first` are skipped, and their examples are not read. A document's anchors depend on the plan, the epoch,
-    the document and its index in `examples`, not on its batch or on a restart.
+    Batches before number `first` are skipped, and their examples are not read. A document's anchors depend on the plan, the
+    epoch, the document and its index in `examples`, not on its batch or on a restart.
     """
     width = _padded(plan.pack_length or 0)
     batches = epoch_sequences(lengths_of(examples), epoch, plan)

@@ -1,7 +1,8 @@
 """Attention of many blocks to one context and of each block to itself, without the scores that a dense mask would discard.
 
-All blocks of a sequence run in one forward, in which a query sees only the context and its own block. The memory of dense scores
-grows with the square of the number of blocks; here it grows linearly, and on a CPU the context's scores are never stored.
+All blocks of a sequence run in one forward, in which a query sees only the context and its own block. The memory of dense
+scores grows with the square of the number of blocks; here it grows linearly, and on a CPU the context's scores are never
+stored.
 """
 
 from functools import partial
@@ -16,8 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .fused_attention import FusedBlocks
 
 
-# The name of this attention as `attn_implementation`. Its masks are [B, 1, R, S + N]: a query's mask over the context's keys, then
-# over the keys of its own block.
+# The name of this attention as `attn_implementation`. Its masks are [B, 1, R, S + N]: a query's mask over the context's keys,
+# then over the keys of its own block.
 BLOCKWISE = "blockwise"
 
 # Largest number of attention scores in memory at a time: 64 MiB in fp32. If all blocks need more, they are computed in chunks.
@@ -30,7 +31,7 @@ FUSED = ("cpu",)
 class Blocks(NamedTuple):
     """Queries of A blocks, and the keys and values that they see: the context's, and those of each query's own block.
 
-    G of the H heads have keys and values of their own. The H / G heads that share them are a dimension of the query.
+    Keys and values have G heads, each of which is shared by H / G heads of the query; these are a dimension of the query.
     """
 
     query: Tensor  # [B, G, H / G, A, N, E]
@@ -51,7 +52,7 @@ def blockwise_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [B, R, H, E]
-    """Returns the output of attention with the dense mask [B, 1, R, S + R], up to rounding, and `None` for the weights."""
+    """Returns the output of attention with the dense mask [B, 1, R, S + R], up to rounding, and `None`."""
     batch, heads, num_rows, size = query.shape
     groups = key.shape[1]
     length = key.shape[2] - num_rows

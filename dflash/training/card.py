@@ -68,7 +68,7 @@ def _point_line(point: Facts) -> str:
 
 
 def adaptation_lines(facts: Facts) -> list[str]:
-    """Returns lines of Markdown: the adapted drafter and its licence, and a table of each domain's acceptance before and after."""
+    """Returns Markdown lines: the adapted drafter, its licence, and each domain's acceptance before and after."""
     origin, curve = facts["adapted"], facts["curve"]
     licence = facts.get("init_licence")
     permission = " The licence allows no derivatives: who made this one stated to have permission."
@@ -93,7 +93,7 @@ def _shares(figures: Facts) -> str:
 
 
 def _licence_text(stated: str | None, facts: Facts) -> str:
-    """A sentence on the licence of the initial drafter (`init`), or that none was stated; empty if the card says it already."""
+    """Returns a sentence on the licence of the initial drafter, or that none is known; empty if the card says it."""
     inherited = facts.get("init_licence")
     if inherited is None:
         return "" if stated else "No licence was stated for these weights.\n"
@@ -103,7 +103,7 @@ def _licence_text(stated: str | None, facts: Facts) -> str:
 
 
 def _answers_text(answers: Facts) -> str:
-    """A paragraph on how the answers in the data were generated. `answers` is the manifest of `dflash regenerate`."""
+    """Returns a paragraph on how the answers were generated. `answers` is the manifest of `dflash regenerate`."""
     settings, source = answers["settings"], answers["data"]
     manner = "greedily"
     if settings["temperature"]:

@@ -1,4 +1,4 @@
-"""Writes the files of a run: the best checkpoint with `training.json` and model card and, until the run is complete, its state.
+"""Writes the files of a run: the best checkpoint with its `training.json` and model card, and the training state.
 
 `training.json` holds the curve, and what a reader needs to repeat the run: models, data and versions by name and fingerprint.
 """
@@ -175,7 +175,7 @@ class Checkpointer:
 
 
 def save_drafter(drafter: DFlashDraftModel, folder: Path, facts: Facts, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Saves a copy of `drafter` in `dtype` to `folder`, with `facts` as `training.json` and, if they hold a curve, a model card.
+    """Saves a copy of `drafter` in `dtype`, with `facts` as `training.json` and, if they have a curve, a model card.
 
     If the process is killed or the disk is full, the older checkpoint stays.
     """
@@ -185,6 +185,6 @@ def save_drafter(drafter: DFlashDraftModel, folder: Path, facts: Facts, dtype: t
 
 
 def _texts(config: Any, name: str, facts: Facts) -> dict[str, str]:
-    """Returns the texts of the files beside the weights by file name: `training.json` and, if `facts` hold a curve, `README.md`."""
+    """Returns the texts of `training.json` and, if `facts` have a curve, `README.md`, by file name."""
     card = {"README.md": model_card(config, name, facts)} if "curve" in facts else {}
     return {"training.json": json.dumps(facts, indent=2) + "\n", **card}

@@ -45,8 +45,8 @@ def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Ex
         template_kwargs: Arguments of the chat template, such as `enable_thinking=False`.
 
     Raises:
-        ValueError: for a row of another form, or a chat template that does not mark what the assistant says. A malformed row may
-            raise other errors, which [`named_row`] turns into a ValueError.
+        ValueError: for a row of another form, or a chat template that does not mark what the assistant says. A malformed row
+            may raise other errors, which [`named_row`] turns into a ValueError.
     """
     row = {name: value for name, value in row.items() if value is not None}  # tables hold every column in every row
     if "response_ids" in row:
@@ -158,7 +158,7 @@ def _end(tokenizer: Any) -> list[int]:
 def with_response(
     prompt_ids: Sequence[int], response_ids: Sequence[int], response_mask: Sequence[int] | None = None
 ) -> Example:
-    """Returns an example of a prompt and its response. The response is supervised where `response_mask` is 1, by default all."""
+    """Returns an example of prompt and response, supervised where `response_mask` is 1 (default: all of the response)."""
     if response_mask is None:
         response_mask = [1] * len(response_ids)
     prompt_mask = [0] * len(prompt_ids)
@@ -166,7 +166,7 @@ def with_response(
 
 
 def write_examples(path: Path, examples: Iterable[Example]) -> None:
-    """Writes single-turn examples to a new file of JSON lines with `prompt_ids` and `response_ids`, without their masks."""
+    """Writes single-turn examples to `path`, as JSON lines of `prompt_ids` and `response_ids`."""
     with path.open("w") as file:
         for example in examples:
             prompt_ids = example.prompt_ids
@@ -215,8 +215,8 @@ def load_examples(
         template_kwargs: Arguments of the chat template, such as `enable_thinking=False`.
 
     Raises:
-        ValueError: for a source without rows, one without a usable row among the first `SEARCHED_ROWS` if `wanted` is given, or a
-            row that `encode` refuses; the message names the row's number.
+        ValueError: for a source without rows, one without a usable row among the first `SEARCHED_ROWS` if `wanted` is given,
+            or a row that `encode` refuses; the message names the row's number.
         FileNotFoundError: for a file or data set that does not exist.
     """
     if isinstance(source, (str, os.PathLike)):
@@ -304,8 +304,8 @@ def mixed(
 ) -> tuple[Examples, Counter[str]]:
     """Joins the examples that the settings keep, mixed by `weights`; also returns how many are left out, by reason.
 
-    Weights are shares of the number of sequences. The part that is smallest for its weight is used whole, and from each other part
-    as many examples are drawn at random as its weight allows. Without weights all are used.
+    Weights are shares of the number of sequences. The part that is smallest for its weight is used whole, and from each other
+    part as many examples are drawn at random as its weight allows. Without weights all are used.
 
     Raises:
         ValueError: if the settings keep no example of a part.
@@ -343,7 +343,7 @@ def in_words(left_out: Counter[str]) -> str:
 
 
 def _drawn(places: list[list[int]], shares: list[float], seed: int) -> list[list[int]]:
-    """Draws indices from each part of `places`, so that the numbers drawn have the ratio of `shares` and one part is drawn whole."""
+    """Draws indices from each part in the ratio of `shares`, so that one part is drawn whole."""
     unit = min(map(truediv, map(len, places), shares))
     drawn = []
     for number, share in enumerate(shares):
@@ -354,7 +354,7 @@ def _drawn(places: list[list[int]], shares: list[float], seed: int) -> list[list
 
 
 def _reason(part: Examples, place: int, length: int, settings: TrainingSettings, digests: set[bytes]) -> str | None:
-    """Why the example at index `place` is left out, or `None` to keep it. Hashes of examples that are kept go into `digests`."""
+    """Returns why the example at `place` is left out, or `None`. The hash of a kept one is added to `digests`."""
     if length < (settings.min_length or 0):
         return f"shorter than {settings.min_length} tokens"
     if settings.longest is not None and length > settings.longest:
@@ -371,7 +371,7 @@ def _reason(part: Examples, place: int, length: int, settings: TrainingSettings,
 
 @contextmanager
 def named_row(number: int, name: str) -> Iterator[None]:
-    """Inside the `with`, turns an error about a bad row into a ValueError that names the row's `number` and its source."""
+    """Inside the `with`, turns an error about a bad row into a ValueError with the row's number and source."""
     try:
         yield
     except ValueError as error:

@@ -22,8 +22,8 @@ def usable(
     """Returns the examples that have a valid anchor and are at least a block long; announces how many are left out.
 
     Raises:
-        ValueError: if no example is left, if the mask token has another use in the target, or if an example holds the mask token
-            or an id outside the target's vocabulary.
+        ValueError: if no example is left, if the mask token has another use in the target, or if an example holds the mask
+            token or an id outside the target's vocabulary.
     """
     config, block_size = text_config(target), drafter.config.block_size
     mask_token_id = drafter.config.mask_token_id or 0
@@ -83,7 +83,7 @@ def _check_tokens(token_ids: array[int], name: str, mask_token_id: int, vocab_si
 
 
 def check_lengths(examples: Examples, prompts: Prompts, positions: int | None) -> None:
-    """Raises ValueError for a sequence longer than the target's `positions`, or a held-out prompt that leaves none for an answer."""
+    """Raises ValueError for a sequence beyond the target's `positions`, or a prompt that leaves none for an answer."""
     if positions is None:
         return
     longest = max(lengths_of(examples), default=0)
@@ -121,8 +121,8 @@ def check_mask_token(
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
     """Raises ValueError if the tokenizer cannot belong to a target with `vocab_size` embedding rows.
 
-    An embedding may have unused rows, but more than half must be used. A tokenizer may have up to 1 % more tokens than rows, such
-    as image tokens that a text-only target never reads: such an id is refused where it occurs in the data.
+    An embedding may have unused rows, but more than half must be used. A tokenizer may have up to 1 % more tokens than rows,
+    such as image tokens that a text-only target never reads: such an id is refused where it occurs in the data.
     """
     size = len(tokenizer)
     if not vocab_size / 2 < size <= vocab_size * 1.01:

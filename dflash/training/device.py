@@ -12,9 +12,9 @@ BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 
 
 def is_cpu_alone() -> bool:
-    """Whether to compute on the CPU: there is no accelerator, or several processes would use MPS, where they cannot communicate.
+    """Whether to compute on the CPU: there is no accelerator, or it is MPS and there are several processes.
 
-    With MPS, accelerate would treat each of these processes as a run of its own.
+    Processes cannot communicate on MPS: accelerate would treat each one as a run of its own.
     """
     if not torch.accelerator.is_available():
         return True
@@ -23,7 +23,7 @@ def is_cpu_alone() -> bool:
 
 
 def computes_in_bf16() -> bool:
-    """Whether this machine multiplies in bf16 natively. An x86 CPU without `BF16_INSTRUCTIONS`, for example, emulates it slowly."""
+    """Whether bf16 products are fast here. An x86 CPU without `BF16_INSTRUCTIONS`, for example, emulates them."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if torch.accelerator.is_available() and not is_cpu_alone():

@@ -1,4 +1,4 @@
-"""Training in several processes: a drafter that is replicated or sharded (FSDP2), and its training state in unsharded form.
+"""Training in several processes: a replicated or sharded (FSDP2) drafter, and its unsharded training state.
 
 Losses, gradients and counts are summed over the processes.
 """
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from dflash.drafter import DFlashDraftModel
 
 from .acceptance import AcceptanceCounts
-from .adaptation_lora import is_changed, merged
+from .adaptation_lora import has_low_rank_updates, merged
 from .losses import DraftCounts
 from .settings import Facts
 
@@ -62,7 +62,7 @@ def shard_drafter(drafter: DFlashDraftModel, **options: Any) -> None:
 
 
 def shard_layers(layers: Iterable[nn.Module], **options: Any) -> None:
-    """Shards each of `layers` in place. A target's embedding and head are not sharded, because the drafter calls them too."""
+    """Shards each of `layers` in place. A target's embedding and head stay whole: the drafter calls them too."""
     for layer in layers:
         fully_shard(layer, **options)
 
@@ -85,7 +85,7 @@ def full_state(drafter: nn.Module, optimizers: Sequence[Optimizer]) -> Facts:
 
 
 def load_full_state(drafter: nn.Module, optimizers: Sequence[Optimizer], state: Facts) -> None:
-    """Loads the optimiser states of a `full_state` into `optimizers`. Load its weights earlier, before the drafter is sharded."""
+    """Loads the optimiser states of a `full_state`. Load its weights earlier, before the drafter is sharded."""
     options = StateDictOptions(full_state_dict=True)
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         set_optimizer_state_dict(drafter, optimizer, saved, options=options)
@@ -96,7 +96,7 @@ def whole_copy(drafter: DFlashDraftModel) -> DFlashDraftModel:
 
     The result is a copy if the drafter is sharded or has such updates, else `drafter` itself.
     """
-    if is_changed(drafter):
+    if has_low_rank_updates(drafter):
         return merged(drafter)
     if not is_sharded(drafter):
         return drafter
@@ -110,8 +110,8 @@ def join_gradients(
 ) -> tuple[float, bool]:
     """Replaces the gradients of each process's loss sum by those of the mean loss over all processes, in place.
 
-    Returns this mean loss, and whether any process passed `stop`. Everything is summed in one message, because summing many small
-    tensors is mostly latency. The gradients of a sharded drafter were already summed by FSDP.
+    Returns this mean loss, and whether any process passed `stop`. Everything is summed in one message, because summing many
+    small tensors is mostly latency. The gradients of a sharded drafter were already summed by FSDP.
     """
     wish = counts.loss_sum.new_tensor(float(stop))
     figures = torch.stack([counts.loss_sum, counts.weight_sum, wish])
@@ -137,7 +137,7 @@ def join_gradients(
 
 
 def counts_of_each(accelerator: Accelerator, counts: DraftCounts) -> dict[str, Tensor]:
-    """Gathers the counts of all processes: each tensor gets a leading dimension with one entry per process, on the CPU.
+    """Gathers the counts of all processes on the CPU: each tensor gets a leading dimension of processes.
 
     They are not summed, because a resumed run that adds to the sum would round another way.
     """
@@ -146,7 +146,7 @@ def counts_of_each(accelerator: Accelerator, counts: DraftCounts) -> dict[str, T
 
 
 def counts_of_share(accelerator: Accelerator, saved: dict[str, Tensor]) -> DraftCounts:
-    """Returns this process's share of the counts from `counts_of_each`. The shares of any number of processes add up to the total."""
+    """Returns this process's share of counts from `counts_of_each`. All shares add up to the total."""
     index = accelerator.process_index
     num_processes = accelerator.num_processes
 

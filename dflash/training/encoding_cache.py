@@ -1,8 +1,8 @@
-"""Keeps the encoded sequences of a source as a table in the cache of `datasets`, which every later start maps into memory.
+"""Keeps the encoded sequences of a source as a table in the cache of `datasets`, which later starts map.
 
 `datasets` writes, maps, selects and joins the tables. Two things it does not do. Rows are encoded here one by one, because
-`Dataset.map` would read a source to its end, and JSON lines of different forms fit no table. A hash of each table is kept beside
-it, because `datasets` does not notice a damaged file.
+`Dataset.map` would read a source to its end, and JSON lines of different forms fit no table. A hash of each table is kept
+beside it, because `datasets` does not notice a damaged file.
 """
 
 import json
@@ -40,10 +40,11 @@ def cached_examples(
     announce: Announce = say_nothing,
     **template_kwargs: Any,
 ) -> Examples:
-    """Returns the examples of [`load_examples`]. A source of `CACHED_ROWS` rows or more is encoded once and cached on disk.
+    """Returns the examples of [`load_examples`]. From `CACHED_ROWS` rows on, a source is encoded once and cached.
 
-    Processes that start together wait for the one that encodes. `announce` is told where the table is kept or, if it cannot be
-    written, why every start encodes anew. Old tables are not deleted. Other arguments and errors are those of [`load_examples`].
+    Processes that start together wait for the one that encodes. `announce` is told where the table is kept or, if it cannot
+    be written, why every start encodes anew. Old tables are not deleted. Other arguments and errors are those of
+    [`load_examples`].
     """
     opened = open_source(source, split, streaming)
 
@@ -57,7 +58,7 @@ def cached_examples(
             template_kwargs,
         )
 
-    rules = tokenizer_rules(tokenizer)
+    rules = tokenizer_fingerprint(tokenizer)
     if rules is None or (wanted is not None and wanted.samples < CACHED_ROWS):
         return list(encode_all())
     version = opened.version()
@@ -86,8 +87,8 @@ def cached_examples(
     return ExampleTable(datasets.Dataset.from_file(str(path)))
 
 
-def tokenizer_rules(tokenizer: Any) -> str | None:
-    """Returns a short hash of all that decides the token ids of a text; `None` for a slow tokenizer (written in Python)."""
+def tokenizer_fingerprint(tokenizer: Any) -> str | None:
+    """Returns a short hash of all that decides the ids of a text; `None` for a slow (Python) tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

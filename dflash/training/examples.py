@@ -1,4 +1,4 @@
-"""Token sequences to train on, as a list or a table of `datasets`, which may be larger than memory. It knows no text and no model."""
+"""Token sequences to train on, in a list or a memory-mapped table of `datasets`. It knows no text and no model."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def has_rejected(examples: Examples) -> bool:
 
 
 def selected(examples: Examples, places: Iterable[int]) -> Examples:
-    """Returns the examples at the indices `places`, as a list, or as a table if `examples` is one. A table copies no example."""
+    """Returns the examples at the indices `places`: a list or, if `examples` is a table, a table without copies."""
     if isinstance(examples, ExampleTable):
         return ExampleTable(examples.table.select(places))
     return [examples[place] for place in places]
@@ -165,7 +165,7 @@ def _table(part: Examples) -> Any:
 
 
 def described(examples: Examples) -> Facts:
-    """Returns the numbers of examples and tokens, the longest answer in tokens, and a fingerprint. Reads each example once."""
+    """Returns the numbers of examples and tokens, the longest answer, and a fingerprint. Reads each example once."""
     answers = []  # supervised tokens of each example
     digest = hashlib.sha256()
     for example in examples:

@@ -1,4 +1,4 @@
-"""Keeps the target's hidden states of the data (features) on disk: sharded safetensors, and a manifest of target and data.
+"""Keeps the target's hidden states of the data (features) on disk: sharded safetensors, and a manifest.
 
 A document's features depend on its own tokens alone, so they are found by a hash of these tokens. The manifest is written last:
 a folder without one is unfinished and is written again.
@@ -84,7 +84,7 @@ class CachedFeatures:
 
 
 def facts_of(target: FrozenTarget, examples: Examples, wants_states: bool, precision: str = "no") -> Facts:
-    """Returns what features depend on (target, its layers, precision, data) and whether they include the last hidden states."""
+    """Returns what features depend on (target, layers, precision, data), and whether last hidden states are included."""
     return {
         "target": model_fingerprint(target.target),
         "target_layer_ids": list(target.drafter.config.target_layer_ids),
@@ -117,9 +117,9 @@ def write_features(
 ) -> None:
     """Writes the features of `examples` to `folder`, which is new, empty, or left unfinished by another write.
 
-    `facts` is the result of `facts_of`. It says in which precision the target runs, and whether its last hidden states are written
-    too. The target reads up to `batch_tokens` tokens per forward. `announce` is told how much is written; with `announce`, a bar
-    shows the progress.
+    `facts` is the result of `facts_of`. It says in which precision the target runs, and whether its last hidden states are
+    written too. The target reads up to `batch_tokens` tokens per forward. `announce` is told how much is written; with
+    `announce`, a bar shows the progress.
 
     Raises:
         ValueError: if the folder holds other files, or its disk has no room.
@@ -178,7 +178,7 @@ class _ShardWriter:
         self._waiting: dict[str, list[Tensor]] = {}
 
     def add(self, document: Example, rows: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Adds a document's states, tensors [S, width] by name, without their right padding; a document that is known is skipped."""
+        """Adds a document's states, tensors [S, width] by name, without right padding, unless it was added before."""
         key = key_of(document.token_array)
         if key in self.documents:
             return

@@ -1,4 +1,4 @@
-"""The forward of the frozen target over a batch: features for the drafter and, for some losses, the last hidden states.
+"""Runs the frozen target over a batch: features for the drafter and, for some losses, the last hidden states.
 
 The target runs without a cache and computes at most one column of logits.
 """
@@ -47,7 +47,7 @@ def can_pack(target: PreTrainedModel) -> bool:
 
 
 class FrozenTarget:
-    """Runs a target over batches and returns the hidden states that `drafter` reads. It freezes `target` in place.
+    """Runs a target over batches and returns the states that `drafter` reads. It freezes `target` in place.
 
     Raises:
         ValueError: if `drafter` does not belong to `target`.
@@ -73,8 +73,8 @@ class FrozenTarget:
         Packed documents do not see each other.
 
         Raises:
-            ValueError: for packed documents that this target cannot keep apart, or if `wants_states` and `logits` cannot compute the
-                target's logits from its last hidden states.
+            ValueError: for packed documents that this target cannot keep apart, or, with `wants_states`, if `logits` cannot
+                compute the target's logits from its last hidden states.
         """
         batch = batch.to(self.target.device)
         options = self._masks(batch.document_ids)
@@ -114,7 +114,7 @@ class FrozenTarget:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _masks(self, document_ids: Tensor) -> Facts:
-        """Returns the `position_ids` and `attention_mask` by which packed documents do not see each other; empty if none are.
+        """Returns the `position_ids` and `attention_mask` that keep packed documents apart; empty if none are packed.
 
         A document that is alone in its sequence needs no mask, because only padding follows it. ValueError if the target cannot
         keep documents apart.
@@ -140,7 +140,7 @@ class FrozenTarget:
         return {"position_ids": positions_in_documents(document_ids), "attention_mask": mask}
 
     def _check_head(self, states: Tensor, logits: Tensor) -> None:
-        """Raises ValueError unless `logits` of the last states [B, D] equals the target's own logits [B, V]. Checks only once.
+        """Raises ValueError unless `logits` of states [B, D] gives the target's logits [B, V]. Checks only once.
 
         A family whose forward changes its logits in another way would teach the drafter wrong ones.
         """
@@ -151,7 +151,7 @@ class FrozenTarget:
         error = (computed - expected.to(states.device)).abs().max()
         if error > 0.05 * expected.std():
             raise ValueError(
-                f"The logits of {type(self.target).__name__} are not its head's output for the last hidden state (they differ by "
+                f"The logits of {type(self.target).__name__} are not its head's over the last hidden state (they differ by "
                 f"{error.item():.3g}): train with loss='ce', which does not read them."
             )
         self._is_head_known = True

@@ -1,8 +1,8 @@
 """Blockwise attention on a CPU with torch's fused kernel, which never stores the scores of the context.
 
-The kernel computes the attention to the context. The few scores of a block to itself are computed separately. The two results are
-merged by the logarithms of their softmax denominators, as in ring attention (arXiv 2310.01889). With the merged output and
-denominator, the kernel's own backward pass returns the gradients of the joint softmax.
+The kernel computes the attention to the context. The few scores of a block to itself are computed separately. The two results
+are merged by the logarithms of their softmax denominators, as in ring attention (arXiv 2310.01889). With the merged output
+and denominator, the kernel's own backward pass returns the gradients of the joint softmax.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class FusedBlocks(torch.autograd.Function):
-    """Softmax attention of `query`, which is already scaled, over the context's keys and its own block's keys; no dropout."""
+    """Softmax attention of the scaled `query` over the keys of the context and of its own block; no dropout."""
 
     @staticmethod
     def forward(

@@ -78,7 +78,7 @@ def new_drafter(
     from_target: bool = False,
     **fields: Any,
 ) -> DFlashDraftModel:
-    """A drafter for `target`, with random weights or with those of some of the target's layers.
+    """Returns a new drafter for `target`, with random weights or with copies of the weights of target layers.
 
     Args:
         target: The model to draft for.
@@ -118,12 +118,13 @@ def new_drafter(
 def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     """Copies weights of the target's layers into the drafter, in place, wherever name and shape agree.
 
-    The copied layers are spread evenly from the first to the last, as in DistilBERT (arXiv 1910.01108): the input of a block is
-    embeddings, which the first layer was trained to read. The mean over the tapped layers is added to the random `fc`, so that the
-    copied projections of keys and values read the residual stream that they were trained on.
+    The copied layers are spread evenly from the first to the last, as in DistilBERT (arXiv 1910.01108): the input of a block
+    is embeddings, which the first layer was trained to read. The mean over the tapped layers is added to the random `fc`, so
+    that the copied projections of keys and values read the residual stream that they were trained on.
 
-    If the target does not normalise queries and keys, heads smaller than `HEAD_DIM` get larger norm weights, so that their scores
-    can be as large as those of heads of `HEAD_DIM`: with weights of 1 the largest score is the square root of the head's size.
+    If the target does not normalise queries and keys, heads smaller than `HEAD_DIM` get larger norm weights, so that their
+    scores can be as large as those of heads of `HEAD_DIM`: with weights of 1 the largest score is the square root of the
+    head's size.
     """
     config = drafter.config
     layers = decoder_layers(target)
@@ -173,8 +174,8 @@ def begin_dspark(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
 def begin_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     """Initialises Domino's head in place: without effect, and with a token table from the target's head.
 
-    The rows of the table are the rows of the target's head, projected onto its strongest directions. Random rows would first have
-    to learn these. If the target's head is quantised or has another shape, the rows stay random.
+    The rows of the table are the rows of the target's head, projected onto its strongest directions. Random rows would first
+    have to learn these. If the target's head is quantised or has another shape, the rows stay random.
     """
     mix, _, table = drafter.get_submodule("embed_proj").children()
     mix.get_parameter("weight").zero_()

@@ -1,4 +1,4 @@
-"""Lays out all blocks of a batch as the queries of one drafter forward: token ids, labels, positions and attention masks.
+"""Lays out all blocks of a batch as the queries of one drafter forward: ids, labels, positions, masks.
 
 Dimensions: B sequences, S their (padded) length, A anchors each, N block size, R = A * N queries. It knows no model. Decoding
 uses the same predicate (`attention_dflash.sees`), so a training forward computes what many decoding forwards would.
@@ -54,9 +54,9 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
 
 
 def packed_causal_mask(document_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Returns an additive causal mask [B, 1, S, S] in which a token sees its own document only, within `window` if there is one.
+    """Returns an additive causal mask [B, 1, S, S] in which a token sees its own document only.
 
-    Padding counts as a document, so that every token sees at least one key.
+    With `window`, keys must be less than `window` positions away. Padding counts as a document, so that every token sees a key.
     """
     length = document_ids.shape[1]
     positions = torch.arange(length, device=document_ids.device)
@@ -74,10 +74,11 @@ def lay_out_blocks(
     config: DFlashConfig,
     attention: str,
 ) -> BlockLayout:
-    """Returns the layout of the blocks that begin at `anchors`, with masks in the form that the implementation `attention` takes.
+    """Returns the layout of the blocks that begin at `anchors`, with masks in the form that `attention` takes.
 
     A query sees the context of its own document strictly before its anchor, and its own block. It sees no other block, even
-    one that overlaps its own. An absent anchor has queries too, to keep the shape; they are not trained and nothing else sees them.
+    one that overlaps its own. An absent anchor has queries too, to keep the shape; they are not trained and nothing else sees
+    them.
     """
     length, block_size = input_ids.shape[1], config.block_size
     ahead = int(config.sample_from_anchor)  # distance from a query's position to its label's
@@ -121,7 +122,7 @@ def lay_out_blocks(
 
 
 class _Places(NamedTuple):
-    """Positions of tokens: each tensor is [B, A] for anchors, [B, S] for the context, [B, R] for queries, [B, S + R] for keys."""
+    """Where tokens are: tensors [B, A] for anchors, [B, S] for the context, [B, R] for queries, [B, S + R] for keys."""
 
     positions: Tensor  # the token's position in its document
     blocks: Tensor  # the number of its block, -1 for the context
@@ -201,7 +202,7 @@ def _dense_mask(
 
 
 def _blockwise_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device, block_size: int) -> Tensor:
-    """Returns a bool mask [B, 1, Q, S + N]: whether a query sees each key of the context, then each key of its own block."""
+    """Returns a bool mask [B, 1, Q, S + N]: each query's mask over the context, then over its own block."""
     _, queries, keys = shape
     length = keys - queries
     own_keys = torch.arange(length, keys, device=device).view(-1, 1, block_size)  # [A, 1, N]
@@ -217,7 +218,7 @@ def _blockwise_mask(visible: Visibility, shape: tuple[int, int, int], device: to
 
 
 def _block_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device) -> Any:
-    """Returns the `BlockMask` of flex attention, which skips tiles in which no query sees a key. Off CUDA it is made from [Q, K]."""
+    """Returns the `BlockMask` of flex attention, which skips unseen tiles. Off CUDA it is made from a mask [Q, K]."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, queries, keys = shape

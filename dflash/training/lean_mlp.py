@@ -1,4 +1,4 @@
-"""MLPs that save memory: they keep only the gate and up projections for the backward pass, and recompute what follows."""
+"""MLPs that keep only their gate and up projections for the backward pass, and recompute what follows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 def lean_mlps(drafter: Any) -> Iterator[None]:
     """Inside the `with`, the drafter's MLPs keep two tensors of their width for the backward pass, not four.
 
-    The other two, the activation and the product, are recomputed elementwise. The down projection is not recomputed; its weight is,
-    if that has a low-rank update. Layers with gradient checkpointing are not changed, nor are MLPs whose forward was replaced.
+    The other two, the activation and the product, are recomputed elementwise. The down projection is not recomputed; its
+    weight is, if that has a low-rank update. Layers with gradient checkpointing are not changed, nor are MLPs whose forward
+    was replaced.
     """
     layers = [layer for layer in drafter.layers if not layer.gradient_checkpointing]
     mlps: list[Any] = [layer.mlp for layer in layers if "forward" not in vars(layer.mlp)]

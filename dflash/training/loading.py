@@ -98,7 +98,7 @@ def prepare(
 def prepare_domain(
     ready: Prepared, source: str, table: Examples, settings: TrainingSettings, announce: Announce
 ) -> Prepared:
-    """Returns the models of `ready` with the examples in `table`, some of them held out. `source` names them in errors.
+    """Returns the models of `ready` with the examples of `table`, some held out. `source` names them in errors.
 
     Raises:
         ValueError: if no example can be held out.
@@ -117,7 +117,7 @@ def prepare_domain(
 def load(
     target: Source, sources: Sequence[str], settings: TrainingSettings, announce: Announce
 ) -> tuple[Prepared, list[Examples]]:
-    """Returns the models, without data, and a list with the usable examples of each source and, last, of `settings.eval_data`.
+    """Returns the models, without data, and the usable examples of each source and, last, of `eval_data`.
 
     The data is read first, so that wrong data is refused before the target is loaded. Errors are those of `prepare`.
     """
@@ -210,7 +210,7 @@ def _usable(
     settings: TrainingSettings,
     announce: Announce,
 ) -> Examples:
-    """Returns the usable examples of a source; ValueError, with the source's name, for wrong data or another target's trace."""
+    """Returns the usable examples of a source; ValueError, with its name, for wrong data or another target's trace."""
     try:
         if has_rejected(examples):
             rows = read_rows(source, settings.split, settings.streaming)
@@ -267,7 +267,7 @@ def _load_target(target: Source, settings: TrainingSettings) -> PreTrainedModel:
 
 
 def take_prompts(ready: Prepared, settings: TrainingSettings, announce: Announce) -> None:
-    """Moves `settings.held_out` examples of `ready`, at most a tenth, to its held-out prompts; announces if they are fewer.
+    """Moves `settings.held_out` examples, at most a tenth, to the held-out prompts; announces if they are fewer.
 
     ValueError if there are not even as many examples.
     """
@@ -294,7 +294,7 @@ def _check_device_map(device_map: str | None) -> None:
 
 @contextmanager
 def _named_target(target: Source) -> Iterator[None]:
-    """Inside the `with`, which loads the target, turns an error that the user can fix into a ValueError that names the target."""
+    """Inside the `with`, turns an error that the user can fix into a ValueError that names the target."""
     try:
         yield
     except Exception as error:  # transformers raises different types, also ValueError for a name that can be no Hub id
@@ -333,7 +333,7 @@ def answers_of(data: Source, target: PreTrainedModel, announce: Announce = say_n
 def make_drafter(
     target: PreTrainedModel, tokenizer: Any, settings: TrainingSettings, start: DFlashDraftModel | None = None
 ) -> DFlashDraftModel:
-    """Returns the fp32 drafter to train: a new one of the shape in `settings`, or `start` (of `init`) with their changes.
+    """Returns the fp32 drafter to train: a new one by the settings, or `start` (of `init`) with their changes.
 
     ValueError for settings that do not fit the target or `start`.
     """
@@ -370,7 +370,7 @@ def _changed_drafter(
     shape: Facts,
     changes: Facts,
 ) -> DFlashDraftModel:
-    """Returns `start` with the fields `changes` in its config, and with the parts that the fields `shape` describe added.
+    """Returns `start` with the config fields `changes`, and with the parts added that the fields `shape` describe.
 
     With `freeze_init`, only the added parts remain trainable or, if none is added, the parts that `start` has. ValueError if
     `shape` describes a part that `start` has already, or a size that its weights determine.
@@ -422,7 +422,7 @@ def _changed_drafter(
 
 
 def hold_out(examples: Examples, count: int, seed: int) -> tuple[Examples, list[list[int]]]:
-    """Draws `count` examples at random, at most a tenth; returns the remaining examples, and the prompts of the drawn ones."""
+    """Draws `count` examples, at most a tenth; returns the remaining examples, and the prompts of the drawn ones."""
     total = len(examples)
     most = total // 10
     generator = random.Random(f"held-out-{seed}")

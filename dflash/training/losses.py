@@ -1,7 +1,8 @@
 """The losses of a drafter, the weights of positions, and acceptance counts. It knows tensors, no model and no data.
 
-Dimensions: M rows (positions with a label), D hidden size, V vocabulary, G blocks, P positions of a block that propose, K candidates.
-Results are kept as sums and counts, so that they do not depend on how data is cut into batches, processes and steps.
+Dimensions: M rows (positions with a label), D hidden size, V vocabulary, G blocks, P proposing positions of a block, K
+candidates. Results are kept as sums and counts, so that they do not depend on how data is cut into batches, processes and
+steps.
 """
 
 from collections.abc import Callable
@@ -29,8 +30,8 @@ PAPER_GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
 LOSSES = get_args(LossName)
 
 Head = Callable[[Tensor], Tensor]
-# A rule that weighs positions: a function of the drafter's probability of each label [G, P] and of whether the position is trained,
-# bool [G, P], that returns the weights [G, P].
+# A rule that weighs positions: a function of the drafter's probability of each label [G, P] and of whether the position is
+# trained, bool [G, P], that returns the weights [G, P].
 PositionWeights = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -47,7 +48,10 @@ def default_gamma(block_size: int) -> float:
 
 
 def decay_weights(gamma: float) -> PositionWeights:
-    """Returns the paper's rule: the k-th proposal weighs exp(-(k - 1) / gamma), as a wrong early token wastes all later ones."""
+    """Returns the paper's rule: the k-th proposal weighs exp(-(k - 1) / gamma).
+
+    An early token weighs more, because a wrong one wastes all later ones. Positions that are not trained weigh 0.
+    """
 
     def weights(confidences: Tensor, is_learned: Tensor) -> Tensor:
         places = torch.arange(is_learned.shape[1], device=is_learned.device)
@@ -57,11 +61,11 @@ def decay_weights(gamma: float) -> PositionWeights:
 
 
 def dpace_weights(alpha: float) -> PositionWeights:
-    """Returns D-PACE's rule (arXiv 2605.18810): a token weighs as much as confidence in it adds to its block's accepted length.
+    """Returns D-PACE's rule (arXiv 2605.18810): a token weighs what confidence in it adds to the accepted length.
 
-    Token k is assumed to be accepted with probability (1 - alpha) q_k + alpha, where q_k is the drafter's probability of its label,
-    and the first m tokens with the product of their probabilities. The weight of token k is the sum of these products over
-    m >= k. No gradient flows through the weights.
+    Token k is assumed to be accepted with probability (1 - alpha) q_k + alpha, where q_k is the drafter's probability of its
+    label, and the first m tokens with the product of their probabilities. The weight of token k is the sum of these products
+    over m >= k. No gradient flows through the weights.
     """
 
     def weights(confidences: Tensor, is_learned: Tensor) -> Tensor:
@@ -111,17 +115,19 @@ def chunked_loss(
     teacher: Teacher | None = None,
     num_candidates: int = 0,
 ) -> RowLosses:
-    """Returns the weighted loss of `head(hidden_states)`, computed so that logits of at most `chunk_rows` rows exist at a time.
+    """Returns the weighted loss of `head(hidden_states)`, computed `chunk_rows` rows at a time to save memory.
 
-    The loss of a row depends on no other row. So the gradient of a chunk is computed for weights of 1 as soon as its logits exist,
-    and is scaled by the weights in the backward pass. No logits are kept or recomputed, and weights may depend on all rows.
+    The loss of a row depends on no other row. So the gradient of a chunk is computed for weights of 1 as soon as its logits
+    exist, and is scaled by the weights in the backward pass. No logits are kept or recomputed, and weights may depend on all
+    rows.
 
     Args:
         hidden_states: The drafter's hidden states.
         labels: The token of the data that each row should predict.
         weights: The weights of the rows, or a function that computes them from the log-probabilities of all labels.
         head: Function from hidden states [m, D] to logits [m, V]. Its weights are frozen: only `hidden_states` gets a gradient.
-        chunk_rows: Number of rows in a chunk. Default: as many as have `CHUNK_LOGITS` logits, so that memory does not grow with V.
+        chunk_rows: Number of rows in a chunk. Default: as many as have `CHUNK_LOGITS` logits, so that memory does not grow
+            with V.
         loss: One of `LOSSES`.
         teacher: The target, for losses that read its logits.
         num_candidates: Number K of `Candidates` to return for each row; 0 returns none.
@@ -183,7 +189,7 @@ def _losses_of_rows(
 
 
 class _ChunkedRows(torch.autograd.Function):
-    """Returns for each row its loss, its label's log-probability and whether its argmax is the label, all [M], and its candidates.
+    """Returns each row's loss, label log-probability and whether it is correct, all [M], and its candidates.
 
     The candidates are logits and token ids, both [M, K]. Only the losses have a gradient, which goes to `hidden_states`.
     """
@@ -244,9 +250,9 @@ def head_loss(
 ) -> Tensor:
     """Returns the summed loss of a causal head: the weighted cross entropy of its choice among each row's candidates.
 
-    The loss of a row is 0 if its label is not among its candidates. If the head predicts a confidence, the binary cross entropy of
-    its greedy choice being the label is added for all rows. Only the head gets a gradient: the rest of the drafter learns what it
-    would learn without a head.
+    The loss of a row is 0 if its label is not among its candidates. If the head predicts a confidence, the binary cross
+    entropy of its greedy choice being the label is added for all rows. Only the head gets a gradient: the rest of the drafter
+    learns what it would learn without a head.
     """
 
     def chunk(*parts: Tensor) -> Tensor:
@@ -339,8 +345,8 @@ def count_drafts(
 ) -> DraftCounts:
     """Returns the counts of some blocks, without gradient. Leading dimensions of the masks are flattened.
 
-    Accepted tokens are counted block by block. A product of mean accuracies would be far too low, because the proposals of a block
-    depend on each other.
+    Accepted tokens are counted block by block. A product of mean accuracies would be far too low, because the proposals of a
+    block depend on each other.
     """
     learned = is_learned.flatten(0, -2)
     right = is_correct.flatten(0, -2) & learned

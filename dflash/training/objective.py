@@ -1,4 +1,4 @@
-"""Computes the drafter's loss on a batch: runs the target for its states, the drafter on all blocks, and the target's head."""
+"""Computes the drafter's loss on a batch: target states, drafter forward over all blocks, target's head, loss."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -69,7 +69,7 @@ class DrafterLoss:
             )
 
     def __call__(self, batch: Batch) -> tuple[Tensor, DraftCounts]:
-        """Returns the weighted losses of all blocks, summed, with gradient; and the counts, such as the sum of the weights."""
+        """Returns the weighted losses of all blocks, summed, with gradient, and counts such as the weights' sum."""
         attention = self.attention(batch.input_ids.device)
         layout = lay_out_blocks(*batch, self.config, attention)
         states = self.states_of(batch, reads_target(self.settings.loss))
@@ -182,7 +182,7 @@ def _states_after(causal_head: Any, token_ids: Tensor) -> Tensor:
 
 
 class _Learned:
-    """The trained positions of all blocks [G, N] as a list of M indices, padded with the index 0 to a multiple of `ROW_STEP`."""
+    """The M indices of the trained positions of all blocks [G, N], padded with 0 to a multiple of `ROW_STEP`."""
 
     def __init__(self, is_learned: Tensor, first: int) -> None:  # bool [G, N], and the first position that proposes
         self.shape = is_learned.shape

@@ -1,4 +1,4 @@
-"""Trains a drafter while its target is trained: a few steps at a time, on the texts that the target has just written."""
+"""Trains a drafter while its target is trained: a few steps at a time, on the target's newest texts."""
 
 import copy
 from collections import deque
@@ -30,7 +30,7 @@ WARMUP_STEPS = 8
 
 
 class Rollouts:
-    """Collects the newest texts of a pair as training examples, with the anchors of rejected drafts, and counts acceptance.
+    """Collects a pair's newest texts as examples, with the anchors of rejected drafts, and counts acceptance.
 
     Args:
         most_texts: Number of texts to keep. A new text replaces the oldest one.
@@ -193,7 +193,7 @@ class OnlineTrainer:
 
 @contextmanager
 def _frozen(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the `with` the model is in eval mode; at its end, each module's mode and each `requires_grad` are restored."""
+    """Inside the `with` the model is in eval mode; at its end all modes and `requires_grad` flags are restored."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     model.eval()

@@ -18,9 +18,9 @@ def build_optimizers(
     """Returns the optimisers of all trainable weights: Muon for the matrices if it has a learning rate, and AdamW.
 
     - Matrices: Muon, scaled so that its updates are as large as AdamW's, or AdamW at `learning_rate`.
-    - Codebooks and the tables of Domino and DSpark, whose rows are looked up by token: AdamW at the learning rate of the matrices.
-      Muon would mix the rows of unrelated tokens, and AdamW at a tenth of that rate learns less (vllm-project/speculators, 866 and
-      1066).
+    - Codebooks and the tables of Domino and DSpark, whose rows are looked up by token: AdamW at the learning rate of the
+      matrices. Muon would mix the rows of unrelated tokens, and AdamW at a tenth of that rate learns less
+      (vllm-project/speculators, 866 and 1066).
     - Norms, biases and kernels: AdamW at `learning_rate`, without `weight_decay`.
     """
     matrices, tables, vectors = [], [], []
@@ -67,7 +67,7 @@ def group_names(optimizers: Sequence[Optimizer]) -> list[str]:
 
 
 def rate_factor(step: int, steps: int, warmup_ratio: float) -> float:
-    """The factor on the peak learning rate at `step` of 1..`steps`: linear warm-up, then a cosine that is 0 at `steps + 1`."""
+    """The factor on the peak learning rate at `step` of 1..`steps`: linear warm-up, then a cosine to 0 at `steps + 1`."""
     warmup = round(warmup_ratio * steps)
     if step <= warmup:
         return step / warmup

@@ -37,8 +37,8 @@ def rehearse(
 ) -> Iterator[str]:
     """Yields lines on the memory and time that [`train_drafter`] would need with these arguments. It writes no output.
 
-    The models and the data are loaded, and a few steps are trained and measured, while the lines are read. Processes other than the
-    first do the same and yield nothing.
+    The models and the data are loaded, and a few steps are trained and measured, while the lines are read. Processes other
+    than the first do the same and yield nothing.
 
     Raises:
         ValueError: as [`train_drafter`].
@@ -80,7 +80,10 @@ def _described(ready: Prepared, settings: TrainingSettings, trainer: Trainer) ->
         yield f"size      {too_large}"
     yield _memory(trainer)
     if settings.features is not None:
-        yield f"features  {_bytes(trainer.feature_bytes())} in {settings.features}, written once by the run; computed anew in the steps measured here"
+        yield (
+            f"features  {_bytes(trainer.feature_bytes())} in {settings.features}, written once by the run; computed anew in the "
+            "steps measured here"
+        )
 
 
 def _memory(trainer: Trainer) -> str:
@@ -124,9 +127,10 @@ def _kept_by_glibc(trainer: Trainer) -> str:
 
 
 def _step_cost(trainer: Trainer) -> float:
-    """Returns the time of a decoding step with the drafter, divided by that of a token without it; eager, after a short prompt.
+    """Returns the time of a decoding step with the drafter, divided by the time of a token without it.
 
-    The drafter decodes in the target's dtype, as it will in use, not in the precision of its training.
+    Both run eagerly after a short prompt, and the drafter in the target's dtype, as in use, not in the precision of its
+    training.
     """
     target: Any = trainer.target
     drafter: Any = copy.deepcopy(trainer.whole_drafter())

@@ -50,12 +50,12 @@ FLAT_POINTS, FLAT_TAU, LEARNED_TAU = 4, 0.02, 1.5
 
 @dataclass(frozen=True)
 class Goal:
-    """Decides what a run measures and which weights are best: those with the highest tau on `held_out`, or the last ones."""
+    """Decides what a run measures and which weights are best: the highest tau on `held_out`, or the last ones."""
 
     held_out: Prompts  # empty: the last weights are best
 
     def measure(self, trainer: Trainer) -> Facts:
-        """Returns a point of the curve: the training counts since the last point and, with prompts, the acceptance on them."""
+        """Returns a point of the curve: training counts since the last point and, with prompts, acceptance on them."""
         return trainer.measure(self.held_out)
 
     def is_better(self, point: Facts, record: TrainingRecord) -> bool:
@@ -89,7 +89,7 @@ class RunOptions:
     goal: Goal | None = None
 
     def claimed(self, output: Source, settings: TrainingSettings) -> AbstractContextManager[Claim]:
-        """Returns a context manager for the claim on `output`: the caller's, or a new one with its lock and errors ([`claimed`])."""
+        """Returns a context manager that yields the caller's claim on `output`, or a new one by [`claimed`]."""
         if self.claim is not None:
             return nullcontext(self.claim)
         return claimed(output, settings, self.resume, self.overwrite)
@@ -156,11 +156,12 @@ def train(
     """Trains `drafter` in place, and saves its weights with the highest tau on the `held_out` prompts to `output`.
 
     Several processes (of `torchrun`, `accelerate launch`, or any that set the same environment) call it with the same
-    arguments, train the same drafter and return the same record. Only the first one writes, shows progress and calls `on_point`; it
-    holds the lock of `output`.
+    arguments, train the same drafter and return the same record. Only the first one writes, shows progress and calls
+    `on_point`; it holds the lock of `output`.
 
-    SIGTERM, or Ctrl-C once, ends the run after the current step and saves the training state (`record.stopped_at`). A run that
-    was killed at any step and is resumed on the same number of processes learns the same weights, bit for bit, as without the kill.
+    SIGTERM, or Ctrl-C once, ends the run after the current step and saves the training state (`record.stopped_at`). A run
+    that was killed at any step and is resumed on the same number of processes learns the same weights, bit for bit, as
+    without the kill.
 
     Args:
         drafter: The drafter, with fp32 weights.
@@ -312,7 +313,7 @@ def _fingerprints(inputs: Facts) -> dict[str, str]:
 
 
 def _licence_of_init(settings: TrainingSettings) -> Facts:
-    """Returns the licence of the initial drafter as an entry `init_licence` of `training.json`; an empty dict without `init`."""
+    """Returns the licence of the initial drafter as an entry of `training.json`; an empty dict without `init`."""
     if settings.init is None:
         return {}
     licence = read_licence(settings.init)
@@ -320,7 +321,7 @@ def _licence_of_init(settings: TrainingSettings) -> Facts:
 
 
 def _announce_sizes(ready: Prepared, settings: TrainingSettings, longest_answer: int, announce: Announce) -> None:
-    """Announces a drafter that is larger than the target's layers, and measurements longer than any answer in the data."""
+    """Announces a drafter larger than the target's layers, and measured texts longer than any answer in the data."""
     too_large = oversize(ready.drafter, ready.target, settings.init is not None)
     if too_large is not None:
         announce(too_large)
@@ -339,8 +340,8 @@ def claimed(output: Source, settings: TrainingSettings, resume: bool, overwrite:
     The first process does so for all; they get the same claim or raise the same error.
 
     Raises:
-        ValueError: if `output` holds another run, the run to resume had other settings, another process writes it, the tracker is
-            not installed, or `publish_to` cannot be uploaded to.
+        ValueError: if `output` holds another run, the run to resume had other settings, another process writes it, the
+            tracker is not installed, or `publish_to` cannot be uploaded to.
         OSError: if `output` cannot be written.
     """
     folder = followed(Path(output))
@@ -404,7 +405,7 @@ def _noted_signals() -> Iterator[list[int]]:
 
 
 class _Display:
-    """Shows a run: draws a progress bar over the remaining `steps`, logs to the trackers, and passes on the curve's points."""
+    """Shows a run: a progress bar over the remaining `steps`, entries in the trackers, and points of the curve."""
 
     def __init__(self, trainer: Trainer, options: RunOptions) -> None:
         self._trainer = trainer
@@ -447,8 +448,8 @@ class _Display:
             settings = self._trainer.settings
             recipe = "" if settings.recipe == "short" else "--recipe short, "
             self._announce(
-                f"tau has stayed at {taus[-1]:.2f} for {FLAT_POINTS} measurements, as for a drafter that proposes one token everywhere "
-                f"({settings.recipe_text()}): give {recipe}other learning rates, or more steps."
+                f"tau has stayed at {taus[-1]:.2f} for {FLAT_POINTS} measurements, as for a drafter that proposes one token "
+                f"everywhere ({settings.recipe_text()}): give {recipe}other learning rates, or more steps."
             )
         self.steps.clear()
         if self._on_point is not None:
@@ -476,7 +477,7 @@ def _is_flat(taus: list[float]) -> bool:
 
 
 def tracker_options(settings: TrainingSettings, output: Path) -> Facts:
-    """Returns the arguments with which `Accelerator` logs to the tracker of `settings`; ValueError if it is not installed.
+    """Returns the arguments of `Accelerator` for the tracker in `settings`; ValueError if it is not installed.
 
     Trackers that write files write to `OUTPUT.logs`.
     """
@@ -493,7 +494,7 @@ def tracker_options(settings: TrainingSettings, output: Path) -> Facts:
 
 
 def _flat(values: Facts, prefix: str = "") -> Facts:
-    """Flattens nested figures into the numbers and texts that trackers take: `name/inner`, and `name_1`, `name_2` for a list."""
+    """Flattens nested figures into entries of a tracker: `name/inner`, and `name_1`, `name_2` for a list."""
     flat: Facts = {}
     for name, value in values.items():
         if isinstance(value, list):

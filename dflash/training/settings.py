@@ -1,5 +1,5 @@
 # ruff: noqa: RUF009 (`_setting` makes every field with `field`)
-"""The settings of a training run as one dataclass, which YAML files and command-line flags fill in. It imports no torch."""
+"""The settings of a training run, as a dataclass that YAML files and flags fill in. It imports no torch."""
 
 import math
 from collections.abc import Collection
@@ -22,8 +22,9 @@ MarkovHeadType = Literal["vanilla", "gated"]
 Precision = Literal["bf16", "no"]
 TargetDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-# The defaults that a recipe decides, of fields that are `None` unless set. Muon's learning rate is for a drafter of hidden size
-# `RECIPE_WIDTH`. short: for runs of hundreds or thousands of steps. paper: appendix A.1 of DFlash, for 800 K samples and 6 epochs.
+# The defaults that a recipe decides, of fields that are `None` unless set. Muon's learning rate is for a drafter of hidden
+# size `RECIPE_WIDTH`. short: for runs of hundreds or thousands of steps. paper: appendix A.1 of DFlash, for 800 K samples and
+# 6 epochs.
 RECIPES: dict[str, Facts] = {
     "short": {
         "learning_rate": 2e-3,
@@ -71,8 +72,9 @@ def _setting(default: Any, topic: str, help: str, least: int | None = None, is_f
 class TrainingSettings:
     """The settings of a run. `recipe` decides the defaults of some; a value that is set wins over the recipe.
 
-    The `help` of each field says what it means and what `None` leads to. The values of the recipe are filled in when an instance is
-    made, so `dataclasses.replace(settings, recipe=…)` keeps the values of the old recipe. `changed(recipe=…)` replaces them.
+    The `help` of each field says what it means and what `None` leads to. The values of the recipe are filled in when an
+    instance is made, so `dataclasses.replace(settings, recipe=…)` keeps the values of the old recipe. `changed(recipe=…)`
+    replaces them.
 
     Raises:
         ValueError: for a value of a wrong type or out of range, or settings that contradict each other.
@@ -281,7 +283,7 @@ class TrainingSettings:
         object.__setattr__(self, name, value)
 
     def _check(self, setting: Field[Any], hint: Any) -> None:
-        """Raises ValueError for an empty text, a wrong type or a value out of range; an int becomes a float if one is expected."""
+        """Raises ValueError for an empty text, a wrong type or a value out of range; an int may become a float."""
         name = setting.name
         help = setting.metadata["help"]
         least = setting.metadata["least"]
@@ -305,7 +307,7 @@ class TrainingSettings:
             raise ValueError(f"{name}={value}: give a number above 0.")
 
     def _refusals(self) -> list[tuple[bool, str]]:
-        """Returns a pair for each combination that cannot be trained: whether these settings have it, and the error's message."""
+        """Returns pairs, one for each forbidden combination: whether these settings have it, and the error's message."""
         lora = f"lora_rank={self.lora_rank}"
         has_lora = self.lora_rank is not None
         has_init = self.init is not None
@@ -317,7 +319,7 @@ class TrainingSettings:
                 f"warmup_ratio={self.warmup_ratio}: give a share of the steps, from 0 to 1.",
             ),
             (self.rejected_share > 1, f"rejected_share={self.rejected_share}: give a share, from 0 to 1."),
-            (has_lora and self.shard, f"{lora} and shard: a change of low rank is small; leave shard out."),
+            (has_lora and self.shard, f"{lora} and shard: a low-rank update is small; leave shard out."),
             (
                 not 0 < self.dpace_alpha <= 1,
                 f"dpace_alpha={self.dpace_alpha}: give a chance above 0 and up to 1.",
@@ -352,9 +354,10 @@ class TrainingSettings:
     def muon_rate(self, width: int) -> float:
         """Returns Muon's peak learning rate for a drafter of hidden size `width`; 0 if AdamW trains the matrices.
 
-        It is `muon_learning_rate` or, by default, the recipe's, which falls with the square root of the width. Muon's updates are
-        scaled to the RMS of AdamW's (Moonlight, arXiv 2502.16982), so their spectral norm would grow with this root. Features are
-        learned equally well at all widths if it does not grow (A Spectral Condition for Feature Learning, arXiv 2310.17813).
+        It is `muon_learning_rate` or, by default, the recipe's, which falls with the square root of the width. Muon's updates
+        are scaled to the RMS of AdamW's (Moonlight, arXiv 2502.16982), so their spectral norm would grow with this root.
+        Features are learned equally well at all widths if it does not grow (A Spectral Condition for Feature Learning, arXiv
+        2310.17813).
         """
         if self.muon_learning_rate is not None:
             return self.muon_learning_rate
@@ -393,12 +396,12 @@ class TrainingSettings:
         return getattr(self, name) or default
 
     def chosen(self, names: Collection[str]) -> Facts:
-        """Returns by name the settings among `names` that are not `None`."""
+        """Returns a dict of the settings among `names` that are not `None`."""
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
     def decisive(self) -> Facts:
-        """Returns by name the settings that decide what is learned. A resumed run must have the same."""
+        """Returns a dict of the settings that decide what is learned. A resumed run must have the same."""
         names = [setting.name for setting in fields(self) if not setting.metadata["is_free"]]
         return {name: getattr(self, name) for name in names}
 

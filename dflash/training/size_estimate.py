@@ -10,7 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 from dflash.drafter import DFlashDraftModel
 from dflash.model.targets_dflash import decoder_layers, text_config
 
-from .adaptation_lora import is_changed
+from .adaptation_lora import has_low_rank_updates
 from .batches import epoch_sequences, valid_anchors
 from .block_attention import MOST_SCORES, is_fused
 from .distributed import is_sharded
@@ -75,7 +75,7 @@ def _value_bytes(trainer: Trainer) -> int:
 
 
 def _layers_at_once(trainer: Trainer) -> int:
-    """Number of layers whose tensors are in memory at a time: all, or with gradient checkpointing the one being recomputed."""
+    """Number of layers whose tensors are in memory together: all, or 1 with gradient checkpointing."""
     return 1 if trainer.settings.gradient_checkpointing else trainer.drafter.config.num_hidden_layers
 
 
@@ -98,7 +98,7 @@ def _copied_bytes(trainer: Trainer) -> int:
     is_trained = [parameter.requires_grad for parameter in drafter.layers.parameters()]
     if not any(is_trained):
         return 0
-    value_bytes = 4 * is_changed(drafter)
+    value_bytes = 4 * has_low_rank_updates(drafter)
     if trainer.precision == "bf16":
         value_bytes += 2
     matrices = [
@@ -111,7 +111,7 @@ def _copied_bytes(trainer: Trainer) -> int:
 
 
 def _layer_bytes(trainer: Trainer, size: BatchSize) -> int:
-    """Bytes that layers and Domino's GRU keep for the backward pass; with gradient checkpointing a layer keeps its input only."""
+    """Bytes that layers and Domino's GRU keep for the backward pass; a checkpointed layer keeps its input only."""
     config = trainer.drafter.config
     width = config.hidden_size
     if not trainer.settings.gradient_checkpointing:

@@ -30,7 +30,7 @@ class Version:
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source that exists. `rows()` reads it from its beginning; `version()` returns the version of its present content."""
+    """A source that exists. `rows()` reads it from its beginning; `version()` describes its present content."""
 
     rows: Callable[[], Iterable[Mapping[str, Any]]]
     version: Callable[[], Version]
@@ -49,8 +49,8 @@ def check_split(sources: Iterable[Source], split: str) -> None:
 def read_rows(source: str, split: str, streaming: bool = False) -> Iterable[Mapping[str, Any]]:
     """Returns an iterable over the rows of a source, which is named as [`load_examples`] takes it.
 
-    With `streaming`, `datasets` neither downloads nor converts a whole data set: it reads rows when they are asked for. Rows of a
-    file of JSON lines can be iterated once, and a malformed line raises when it is reached.
+    With `streaming`, `datasets` neither downloads nor converts a whole data set: it reads rows when they are asked for. Rows
+    of a file of JSON lines can be iterated once, and a malformed line raises when it is reached.
 
     Raises:
         ValueError: for an empty name, a split that does not exist, or a line that is no row.

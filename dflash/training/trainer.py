@@ -23,7 +23,7 @@ from dflash.drafter import DFlashDraftModel
 from dflash.model.targets_dflash import decoder_layers, text_config
 
 from .acceptance import AcceptanceCounts, measure_acceptance
-from .adaptation_lora import change_in_low_rank
+from .adaptation_lora import add_low_rank_updates
 from .batches import Batch, BatchPlan, epoch_batches, epoch_sequences
 from .device import computes_in_bf16, is_cpu_alone
 from .distributed import (
@@ -78,8 +78,8 @@ class Trainer:
         trackers: Passed on to `Accelerator`: `log_with`, `project_dir`.
 
     Raises:
-        ValueError: for settings that do not fit the drafter, the data or accelerate's configuration, or a folder of features that
-            belongs to another run.
+        ValueError: for settings that do not fit the drafter, the data or accelerate's configuration, or a folder of features
+            that belongs to another run.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Trainer:
         self.num_shares = self.accelerator.num_processes * settings.gradient_accumulation_steps
         self._check_settings()
         if settings.lora_rank is not None:
-            change_in_low_rank(drafter, settings.lora_rank, settings.seed)
+            add_low_rank_updates(drafter, settings.lora_rank, settings.seed)
         self._place_models(state)
         self.optimizers = build_optimizers(
             drafter,
@@ -114,7 +114,8 @@ class Trainer:
         self._peaks = [group["lr"] for group in self._groups()]
         network: Any = torch.compile(drafter) if settings.compile else drafter
         if settings.gradient_checkpointing:
-            # transformers 5 renames the method. The default of transformers 4 (reentrant) passes no gradient to keyword arguments.
+            # transformers 5 renames the method. The default of transformers 4 (reentrant) passes no gradient to keyword
+            # arguments.
             enable = getattr(drafter, "activation_checkpointing_enable", drafter.gradient_checkpointing_enable)
             enable({"use_reentrant": False})
         self._frozen = FrozenTarget(target, drafter)
@@ -143,7 +144,7 @@ class Trainer:
         self._batches = self._endless_batches()
 
     def _check_settings(self) -> None:
-        """Raises ValueError for `freeze_init` if no weight is frozen, or `rejected_share` if the data records no rejected draft."""
+        """Raises ValueError for `freeze_init` without a frozen weight, or `rejected_share` without recorded rejections."""
         settings = self.settings
         is_trained = [parameter.requires_grad for parameter in self.drafter.parameters()]
         if settings.freeze_init and all(is_trained):
@@ -172,7 +173,7 @@ class Trainer:
             raise ValueError("freeze_init, and accelerate's configuration asks for FSDP: leave FSDP out of it.")
         if settings.lora_rank is not None and sharding is not None:
             raise ValueError(
-                f"lora_rank={settings.lora_rank}, and accelerate's configuration asks for FSDP: a change of low rank is small; "
+                f"lora_rank={settings.lora_rank}, and accelerate's configuration asks for FSDP: a low-rank update is small; "
                 "leave FSDP out of it."
             )
         if settings.shard or sharding is not None:
@@ -205,7 +206,7 @@ class Trainer:
         return feature_bytes(self._frozen, self.examples, wants_states)
 
     def _cached_features(self, announce: Announce) -> CachedFeatures | None:
-        """Returns a reader of the folder `settings.features`, after the first process has filled it; `None` without a folder."""
+        """Returns a reader of the folder `settings.features`, which the first process fills; `None` without a folder."""
         settings = self.settings
         if settings.features is None:
             return None
@@ -295,7 +296,7 @@ class Trainer:
             )
 
     def measure(self, held_out: Prompts) -> Facts:
-        """Returns a point of the curve: training counts since the last point and, with prompts, the acceptance on `held_out`.
+        """Returns a point of the curve: training counts since the last point, and the acceptance on `held_out`.
 
         The counts are then reset. Without a step since the last point there are none. All processes must call it.
         """

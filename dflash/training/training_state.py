@@ -1,4 +1,4 @@
-"""The training state of a run, on disk. It is written aside and renamed, so that a kill at any moment leaves a whole state.
+"""Keeps the training state of a run on disk. It is written aside and renamed, so that a kill leaves a whole state.
 
 The output itself is a checkpoint that users load. The training state is therefore in a folder of its own, `OUTPUT.state`, which
 is deleted when the run is complete.
@@ -72,7 +72,7 @@ def read_tensors(folder: Path) -> Facts | None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Deletes the half-written files that a killed process left beside `folder`, and restores a folder that it had moved aside."""
+    """Deletes what a killed process left half-written beside `folder`, and restores a folder that it moved aside."""
     for old in leftovers(folder, "replaced-*"):
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -105,8 +105,8 @@ def find_run(output: Path, settings: TrainingSettings, resume: bool, overwrite: 
     """Returns the claim on `output`, with the unfinished or finished run to resume in it, or without one to begin anew.
 
     Raises:
-        ValueError: if `output` holds a run and neither `resume` nor `overwrite` is given, if both are given, or if `output` holds
-            a run with other settings, or a checkpoint without a run, and `resume` is given.
+        ValueError: if `output` holds a run and neither `resume` nor `overwrite` is given, if both are given, or if `output`
+            holds a run with other settings, or a checkpoint without a run, and `resume` is given.
     """
     refuse_both(resume, overwrite)
     folder = state_folder(output)

@@ -17,7 +17,7 @@ from .settings import TrainingSettings
 
 
 def check_upload(settings: TrainingSettings) -> None:
-    """Raises ValueError if `publish_to` is no repository name, there is no token, or the licence of `init` forbids uploads."""
+    """Raises ValueError for a bad repository name, a missing token, or a licence of `init` that forbids uploads."""
     repo_id, init = settings.publish_to, settings.init
     if repo_id is None:
         return

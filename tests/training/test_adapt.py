@@ -44,7 +44,7 @@ from dflash.training import (
     sample_anchors,
 )
 from dflash.training.adaptation import AdaptationGoal, Goal, _examples_of
-from dflash.training.adaptation_lora import change_in_low_rank, merged
+from dflash.training.adaptation_lora import add_low_rank_updates, merged
 
 
 PROMPTS = [make_prompt(6, seed=seed)[0].tolist() for seed in range(2)]
@@ -168,7 +168,7 @@ def test_a_share_of_the_anchors_is_where_drafts_were_rejected() -> None:
 def test_a_change_of_low_rank_begins_at_nothing_and_is_merged_into_the_drafters_own_weights() -> None:
     drafter = make_drafter(**SMALL)
     before = {name: value.clone() for name, value in drafter.state_dict().items()}
-    change_in_low_rank(drafter, 2, seed=0)
+    add_low_rank_updates(drafter, 2, seed=0)
     trained = {name for name, value in drafter.named_parameters() if value.requires_grad}
     assert trained
     assert all(re.search(r"weight\.0\.(up|down)$", name) for name in trained)
@@ -189,13 +189,13 @@ def test_a_change_of_low_rank_begins_at_nothing_and_is_merged_into_the_drafters_
     } == {2}
     assert not any("norm" in name for name in changed)
     with pytest.raises(ValueError, match="lora_rank=999 and the largest matrix has rank"):
-        change_in_low_rank(make_drafter(**SMALL), 999, seed=0)
+        add_low_rank_updates(make_drafter(**SMALL), 999, seed=0)
 
 
 def test_a_drafter_with_dominos_head_is_changed_in_low_rank_too() -> None:
     """Its matrices are read as they are changed; the merged drafter proposes the same."""
     drafter, embedding = make_drafter(**SMALL, gru_hidden_dim=6, emb_dim=4), torch.nn.Embedding(96, 32)
-    change_in_low_rank(drafter, 2, seed=0)
+    add_low_rank_updates(drafter, 2, seed=0)
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter)
     states, anchors, head = torch.randn(3, 5, 32), torch.tensor([[3], [4], [5]]), torch.nn.Linear(32, 96)
