@@ -39,7 +39,7 @@ class HabitDrafter(DFlashDraftModel):
     """
 
     def __init__(self, target: PreTrainedModel, block_size: int = DEPTH) -> None:
-        torch.manual_seed(3)
+        torch.default_generator.manual_seed(3)
         fields = {
             "num_hidden_layers": 1,
             "target_layer_ids": [0],

@@ -64,8 +64,9 @@ for line in sys.stdin:
             os._exit(status)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-# The client of the Hub reads its variables when it is imported.
-IMPORTS = {True: "import torch", False: "from transformers import AutoModel, AutoTokenizer, Qwen3ForCausalLM"}
+# The client of the Hub reads its variables when it is imported. Most of what transformers imports is torch's.
+PARTS_OF_TORCH = "import torch._dynamo, torch.distributed.checkpoint, torch.distributed.tensor"
+IMPORTS = {True: PARTS_OF_TORCH, False: "from transformers import AutoModel, AutoTokenizer, Qwen3ForCausalLM"}
 
 
 @cache

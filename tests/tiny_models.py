@@ -85,7 +85,7 @@ def make_target(kind: str = "qwen3", seed: int | None = None, **overrides: Any) 
     if kind.startswith("llama"):
         fields.update(rope_theta=500000.0, rope_scaling=dict(LLAMA3_ROPE))
     fields.update(overrides)
-    torch.manual_seed(TARGET_SEEDS[kind] if seed is None else seed)
+    torch.default_generator.manual_seed(TARGET_SEEDS[kind] if seed is None else seed)
     config_class, model_class = (
         (LlamaConfig, LlamaForCausalLM) if kind.startswith("llama") else (Qwen3Config, Qwen3ForCausalLM)
     )
@@ -108,7 +108,7 @@ def drafter_config(**overrides: Any) -> DFlashConfig:
 
 def make_drafter(seed: int = 1, **overrides: Any) -> DFlashDraftModel:
     """A random fp32 drafter for `make_target()`, in eval mode."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return DFlashDraftModel(drafter_config(**overrides)).float().eval()
 
 
@@ -196,7 +196,7 @@ class ScriptedDrafter(DFlashDraftModel):
     def __init__(self, target: PreTrainedModel, truth: Any, script: list[int], **overrides: Any) -> None:
         config = target.config.get_text_config(decoder=True)
         shape = {name: getattr(config, name) for name in ("vocab_size", "hidden_size")}
-        torch.manual_seed(3)
+        torch.default_generator.manual_seed(3)
         super().__init__(drafter_config(**{**shape, "num_target_layers": config.num_hidden_layers, **overrides}))
         self.eval()
         rows = truth if isinstance(truth, list) else [truth]

@@ -319,7 +319,7 @@ def proposed(is_finite: bool = True) -> TreeProposals:
     return trees_with([[7, 8, 9, 7, 5, 4]], [[0, 1, 0, 2, 4, 3]], is_finite=torch.tensor([is_finite]))
 
 
-@pytest.mark.parametrize("columns", [[0], [0, 1, 2, 4, 5], [0, 1, 2], [0, 3, 6], [0, 3]])
+@pytest.mark.parametrize("columns", [[0], [0, 1, 2, 4, 5], [0, 3, 6]])
 @pytest.mark.parametrize("name", ["gemma3", *(name for name in LINEAR if FAMILIES[name].is_served)])
 def test_a_tree_gives_the_logits_of_its_paths(name: str, columns: list[int]) -> None:
     """Promise: each column's logits are those after its path, and after a path is kept, the text goes on from it."""
@@ -470,9 +470,11 @@ def test_eager_attention_gets_a_mask_it_adds() -> None:
     assert torch.equal(spec_generate(drafter, target, prompt, draft_tree=12, **GREEDY).sequences, truth)
 
 
-@pytest.mark.parametrize("asked", [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 20}])
+@pytest.mark.parametrize(
+    ("asked", "nodes"),
+    [({"temperature": 0.0}, 3), ({"temperature": 0.0}, True), ({"temperature": 0.8, "top_k": 20}, 24)],
+)
 @pytest.mark.parametrize("head_name", DRAFTERS)
-@pytest.mark.parametrize("nodes", [3, 24, True])
 def test_a_causal_heads_tree_is_exact(asked: dict[str, Any], nodes: int | bool, head_name: str) -> None:
     target, prompt = make_target(num_hidden_layers=2), make_prompt(17, seed=3)
     drafter = deciding_drafter(head_name, **SMALL)

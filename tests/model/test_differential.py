@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from dflash import spec_generate
 
 
-NUM_CASES = 300
+NUM_CASES = 150
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},

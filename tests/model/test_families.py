@@ -150,8 +150,8 @@ def hybrid_target(name: str, seed: int) -> PreTrainedModel:
 
 
 @pytest.mark.skipif(LinearAttentionLayer is None, reason="transformers 4 has no common form of recurrent states")
-def test_hybrids_in_300_random_cases() -> None:
-    """Promise: zero differences over 300 random prompts, batches, block sizes and acceptance lengths.
+def test_hybrids_in_random_cases() -> None:
+    """Promise: zero differences over 150 random prompts, batches, block sizes and acceptance lengths.
 
     Known bug (z-lab's loop, and `Cache.crop` of transformers): the recurrent state stays after rejected tokens, and
     12 to 41 of 384 choices differ.
@@ -159,11 +159,11 @@ def test_hybrids_in_300_random_cases() -> None:
     rng = random.Random(0)
     targets = [hybrid_target(name, seed) for seed, name in enumerate(HYBRID)]
     num_cases = num_rejected = step = 0
-    while num_cases < 300:
+    while num_cases < 150:
         target = targets[step % len(targets)]
         step += 1
         num_rows, block_size, count = rng.choice([1, 6, 8]), rng.randint(2, 6), rng.randint(2, 14)
-        num_rows = min(num_rows, 300 - num_cases)
+        num_rows = min(num_rows, 150 - num_cases)
         prompts = [make_prompt(rng.randint(1, 14), seed=rng.randint(0, 9999), vocab_size=32) for _ in range(num_rows)]
         ids, mask = left_padded(prompts)
         options = {"attention_mask": mask, "pad_token_id": PAD_TOKEN_ID}
@@ -177,7 +177,7 @@ def test_hybrids_in_300_random_cases() -> None:
         assert torch.equal(output.sequences, expected), (type(target).__name__, num_rows, block_size, script)
         num_cases += num_rows
         num_rejected += sum(length < block_size for lengths in output.acceptance_lengths for length in lengths)
-    assert num_rejected > 300, "too little was rejected to show anything"
+    assert num_rejected > 150, "too little was rejected to show anything"
 
 
 @pytest.mark.skipif(LinearAttentionLayer is None, reason="transformers 4 has no common form of recurrent states")

@@ -697,8 +697,11 @@ SAMPLING = [
 ]
 
 
-@pytest.mark.parametrize("options", SAMPLING, ids=["plain", "warped", "penalty"])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_sliding", "llama_tied"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*(("qwen3", options) for options in SAMPLING), ("qwen3_sliding", SAMPLING[2]), ("llama_tied", SAMPLING[1])],
+    ids=str,
+)
 def test_sampled_text_depends_on_the_seed_alone(
     targets: dict[str, PreTrainedModel], prompt_ids: torch.Tensor, kind: str, options: dict[str, Any]
 ) -> None:

@@ -300,7 +300,6 @@ class FollowsTheLast(LogitsProcessor):
 # Processors that look at a row's scores alone: all samples are rows of one batch.
 SAMPLED: dict[str, dict[str, Any]] = {
     "do_sample": {},
-    "temperature below 1": {"temperature": 0.7},
     "temperature above 1": {"temperature": 1.7},
     "top_k": {"top_k": 2},
     "top_p": {"top_p": 0.7},
@@ -316,7 +315,6 @@ SAMPLED: dict[str, dict[str, Any]] = {
 SAMPLED_AFTER_A_PREFIX: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 4.0},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 2, "temperature": 2.0},
-    "bad_words_ids": {"bad_words_ids": [[3], [1, 4], [2, 2]]},
     "min_new_tokens": {"min_new_tokens": 3, "eos_token_id": 3, "pad_token_id": PAD},
     "sequence_bias": {"sequence_bias": [[[1, 3], 3.0], [[2], -2.0]]},
     "logits_processor": {"logits_processor": [FollowsTheLast()]},
@@ -357,7 +355,7 @@ def sampled(num_batches: int, batch_size: int, **options: Any) -> torch.Tensor:
 
 def sampled_with(name: str, **options: Any) -> torch.Tensor:
     """As many samples as the test can afford of the options of that name."""
-    num_batches, batch_size = (3, 200) if name in SAMPLED_AFTER_A_PREFIX else (1, 2000)
+    num_batches, batch_size = (3, 200) if name in SAMPLED_AFTER_A_PREFIX else (1, 1200)
     return sampled(num_batches, batch_size, **LAWS[name], **options)
 
 
@@ -396,7 +394,7 @@ def unguided() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
-@pytest.mark.parametrize("name", ["do_sample", "temperature+top_k+top_p", "eos_token_id", "min_new_tokens"])
+@pytest.mark.parametrize("name", ["temperature+top_k+top_p", "eos_token_id", "min_new_tokens"])
 def test_every_verification_has_the_distribution_of_the_keyword(name: str, verification: str) -> None:
     """Promise: for a drafter that proposes one token per row all rules have one distribution, the target's."""
     assert p_value(sampled_with(name, verification=verification), distribution(name)) > FITS

@@ -102,7 +102,7 @@ def test_native_sampled_has_the_distribution_of_plain_generate() -> None:
         torch.manual_seed(seed)
         return target.generate(PROMPT, **options)
 
-    assert p_value(drawn_cells(generate, range(250)), distribution) > 1e-3
+    assert p_value(drawn_cells(generate, range(180)), distribution) > 1e-3
     with leaning(target, strength=8.0):
         assert p_value(drawn_cells(generate, range(150)), distribution) < 1e-5
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES as FAMILIES_OF_TARGETS
+from families import FAMILIES
 from processes import Forked
 from tiny_models import PAD_TOKEN_ID, ScriptedDrafter, make_drafter, make_prompt, make_target
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -18,15 +18,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from dflash import DFlashDraftModel, spec_generate
 
 
-FAMILIES = ["qwen3", "llama"]
 VOCAB = 8  # so few words that a random drafter is right now and then, by what it reads off the target
 NUM_PROCESSES = 2
 MODES = ["drafted at random", "drafted from a script", "sampled"]
 
 
-def whole_target(family: str) -> PreTrainedModel:
+def whole_target() -> PreTrainedModel:
     """A target in one place."""
-    return make_target(family, num_hidden_layers=2, vocab_size=VOCAB)
+    return make_target("qwen3", num_hidden_layers=2, vocab_size=VOCAB)
 
 
 def drafter_for_it(seed: int = 7) -> DFlashDraftModel:
@@ -44,25 +43,25 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @cache
-def truths(family: str) -> list[torch.Tensor]:
+def truths() -> list[torch.Tensor]:
     """The texts of both prompts, without their padding."""
-    ids, whole = batch()[0], whole_target(family)
+    ids, whole = batch()[0], whole_target()
     return [
         whole.generate(ids[row : row + 1, start:], do_sample=False, max_new_tokens=40)[0]
         for row, start in ((0, 0), (1, 3))
     ]
 
 
-def written(target: PreTrainedModel, family: str) -> dict[str, Any]:
+def written(target: PreTrainedModel) -> dict[str, Any]:
     """What `target` writes and accepts in every mode, as JSON holds it."""
     ids, mask = batch()
     options: dict[str, Any] = {"attention_mask": mask, "return_dict_in_generate": True}
-    whole = whole_target(family)
+    whole = whole_target()
     small = {"num_hidden_layers": 1, "target_layer_ids": [0], "mask_token_id": VOCAB - 1}
     outputs = [
         spec_generate(drafter_for_it(), target, ids, temperature=0.0, max_new_tokens=32, **options),
         spec_generate(
-            ScriptedDrafter(whole, truths(family), [5, 0, 3, 1], **small), target, ids, temperature=0.0, max_new_tokens=24, **options
+            ScriptedDrafter(whole, truths(), [5, 0, 3, 1], **small), target, ids, temperature=0.0, max_new_tokens=24, **options
         ),
         # Every process draws the same noise: from a generator of the same seed, as they have no stream in common.
         spec_generate(
@@ -78,14 +77,13 @@ def written(target: PreTrainedModel, family: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, dict[str, Any]]:
-    """What each family's target writes in one place, which is what plain `generate` writes."""
-    texts = {family: written(whole_target(family), family) for family in FAMILIES}
-    for family, text in texts.items():
-        assert text[MODES[0]]["sequences"] == text["plain"], family
-        for mode in MODES:
-            assert max(map(max, text[mode]["acceptance_lengths"])) > 1, f"nothing is accepted: {family}, {mode}"
-    return texts
+def alone() -> dict[str, Any]:
+    """What the target writes in one place, which is what plain `generate` writes."""
+    text = written(whole_target())
+    assert text[MODES[0]]["sequences"] == text["plain"]
+    for mode in MODES:
+        assert max(map(max, text[mode]["acceptance_lengths"])) > 1, f"nothing is accepted: {mode}"
+    return text
 
 
 # Accelerate.
@@ -95,13 +93,10 @@ ON_DISK = {"layers": {"model.layers.1"}, "head": {"lm_head"}, "all": set(EVERY_M
 
 
 @pytest.mark.parametrize("on_disk", ON_DISK)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_target_loaded_onto_cpu_and_disk(
-    alone: dict[str, dict[str, Any]], tmp_path: Path, family: str, on_disk: str
-) -> None:
+def test_target_loaded_onto_cpu_and_disk(alone: dict[str, Any], tmp_path: Path, on_disk: str) -> None:
     """Promise: a `device_map` that leaves modules on disk, the embedding among them, changes neither text nor acceptance."""
     pytest.importorskip("accelerate")
-    whole_target(family).save_pretrained(tmp_path / "target")
+    whole_target().save_pretrained(tmp_path / "target")
     target = AutoModelForCausalLM.from_pretrained(
         tmp_path / "target",
         device_map={name: "disk" if name in ON_DISK[on_disk] else "cpu" for name in EVERY_MODULE},
@@ -110,20 +105,20 @@ def test_target_loaded_onto_cpu_and_disk(
     ).eval()
     places = {parameter.device.type for parameter in target.parameters()}
     assert "meta" in places, "nothing is offloaded"
-    assert written(target, family) == alone[family]
+    assert written(target) == alone
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
-def test_target_offloaded_whole(alone: dict[str, dict[str, Any]], tmp_path: Path, place: str) -> None:
+def test_target_offloaded_whole(alone: dict[str, Any], tmp_path: Path, place: str) -> None:
     """Promise: also where not one weight stays with the target between calls."""
     accelerate = pytest.importorskip("accelerate")
-    target = whole_target("qwen3")
+    target = whole_target()
     if place == "cpu":
         accelerate.cpu_offload(target, execution_device=torch.device("cpu"))
     else:
         accelerate.disk_offload(target, str(tmp_path), execution_device=torch.device("cpu"))
     assert {parameter.device.type for parameter in target.parameters()} == {"meta"}
-    assert written(target, "qwen3") == alone["qwen3"]
+    assert written(target) == alone
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
@@ -134,7 +129,7 @@ def test_raw_embeddings_of_an_offloaded_target(tmp_path: Path, is_tied: bool, pl
     An embedding whose weight is on "meta" between calls raised `NotImplementedError`.
     """
     accelerate = pytest.importorskip("accelerate")
-    target = FAMILIES_OF_TARGETS["gemma3"].make(vocab_size=VOCAB, tie_word_embeddings=is_tied)
+    target = FAMILIES["gemma3"].make(vocab_size=VOCAB, tie_word_embeddings=is_tied)
     shape = {"vocab_size": VOCAB, "mask_token_id": VOCAB - 1, "num_hidden_layers": 1}
     drafter = make_drafter(7, input_embedding_scale=0.5, **shape)
     ids, mask = batch()
@@ -161,12 +156,12 @@ def test_raw_embeddings_of_an_offloaded_target(tmp_path: Path, is_tied: bool, pl
 # Tensor parallel.
 
 
-def test_target_split_over_two_processes(alone: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_target_split_over_two_processes(alone: dict[str, Any], tmp_path: Path) -> None:
     """Promise: with torchrun's variables, `tp_plan="auto"` and a drafter in every process, each writes the text of one process."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo backend")
-    for family in FAMILIES:
-        whole_target(family).save_pretrained(tmp_path / family)
+    target = whole_target()
+    target.save_pretrained(tmp_path / "target")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -179,18 +174,15 @@ def test_target_split_over_two_processes(alone: dict[str, dict[str, Any]], tmp_p
         assert ended.returncode == 0, ended.stderr[-3000:]
     for rank in range(NUM_PROCESSES):
         said = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        for family in FAMILIES:
-            heads = whole_target(family).config.num_attention_heads
-            assert said[family].pop("local_heads") == heads // NUM_PROCESSES, "the target is not split"
-            assert said[family] == alone[family], (rank, family)
+        heads = target.config.num_attention_heads
+        assert said.pop("local_heads") == heads // NUM_PROCESSES, "the target is not split"
+        assert said == alone, rank
 
 
 def one_process(folder: Path) -> None:
-    """What torchrun would start: writes this process's texts beside the targets."""
-    said: dict[str, Any] = {}
-    for family in FAMILIES:
-        target = AutoModelForCausalLM.from_pretrained(folder / family, tp_plan="auto", dtype=torch.float32).eval()
-        weight: Any = target.model.layers[0].self_attn.q_proj.weight
-        said[family] = {"local_heads": weight.to_local().shape[0] // target.config.head_dim, **written(target, family)}
+    """What torchrun would start: writes this process's texts beside the target."""
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", tp_plan="auto", dtype=torch.float32).eval()
+    weight: Any = target.model.layers[0].self_attn.q_proj.weight
+    said = {"local_heads": weight.to_local().shape[0] // target.config.head_dim, **written(target)}
     rank = torch.distributed.get_rank()
     (folder / f"rank{rank}.json").write_text(json.dumps(said))

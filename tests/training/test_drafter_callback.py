@@ -21,7 +21,7 @@ from dflash.trl import DrafterCallback
 
 
 TARGET, DRAFTER = embedded_path(TARGET_NAME), embedded_path(DRAFTER_NAME)
-RECIPE = ADAPTATION.changed(learning_rate=1e-3, num_anchors=16)
+RECIPE = ADAPTATION.changed(learning_rate=1e-3, num_anchors=8)
 NEW_TOKENS = 24
 
 
@@ -116,7 +116,7 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def followed(folder: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, DrafterCallback]:
     """A run with a callback that trains after each step."""
-    callback = DrafterCallback(every=1, steps=4, settings=RECIPE, time_share=None, most_texts=4)
+    callback = DrafterCallback(every=1, steps=2, settings=RECIPE, time_share=None, most_texts=4)
     return run(folder, tokenizer, tmp_path_factory.mktemp("run"), callback), callback
 
 
@@ -152,7 +152,7 @@ def test_the_policy_and_its_samples_are_those_of_a_run_without_it(followed: Any,
 
 def test_the_log_says_what_it_did(followed: Any) -> None:
     trainer, callback = followed
-    assert of_log(trainer, "drafter/steps") == list(range(4, 44, 4))
+    assert of_log(trainer, "drafter/steps") == list(range(2, 22, 2))
     assert len(of_log(trainer, "drafter/tokens_per_step")) == 10
     assert sum(of_log(trainer, "drafter/seconds")) == pytest.approx(callback.seconds)
 
