@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 # `config._attn_implementation` during a step, in place of "sdpa". The name must not contain "flash": transformers would take
 # it for a kernel without masks.
 STEP = "step"
+NUM_IN_STEPS = "_num_in_steps"  # attribute of an embedding: threads whose step runs on its model
 # CUDA's kernels read masks whose rows begin at multiples of this number, and copy others in every layer.
 ROW_ALIGNMENT = 8
 # Devices whose kernels align causal attention without a mask to the last keys.
@@ -28,7 +29,6 @@ ALIGNING_DEVICES = ("cuda",)
 
 _lock = threading.Lock()
 _thread = threading.local()
-_num_in_steps: dict[int, int] = {}  # by the id of a config: threads in a step on its models
 
 
 def sees(
@@ -261,9 +261,10 @@ def step_attention(model: PreTrainedModel) -> Iterator[None]:
     if not model._supports_attention_backend or config._attn_implementation not in ("sdpa", STEP):
         yield
         return
-    key = id(config)  # models that share a config share its attention
+    # Of the embedding, which a wrapper such as peft's shares with its model, and not of the config, which may be saved meanwhile.
+    attributes = vars(model.get_input_embeddings())
     with _lock:
-        _num_in_steps[key] = _num_in_steps.get(key, 0) + 1
+        attributes[NUM_IN_STEPS] = attributes.get(NUM_IN_STEPS, 0) + 1
         config._attn_implementation = STEP
     _thread.is_in_step = True
     try:
@@ -271,9 +272,9 @@ def step_attention(model: PreTrainedModel) -> Iterator[None]:
     finally:
         _thread.is_in_step = False
         with _lock:
-            _num_in_steps[key] -= 1
-            if not _num_in_steps[key]:
-                del _num_in_steps[key]
+            attributes[NUM_IN_STEPS] -= 1
+            if not attributes[NUM_IN_STEPS]:
+                del attributes[NUM_IN_STEPS]
                 config._attn_implementation = "sdpa"
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .optimizers import build_optimizers
     from .rehearsal import rehearse
     from .run import RunOptions, claimed, tracker_options, train, train_drafter
-    from .settings import ADAPTATION, DRAFTER, TrainingSettings, read_yaml
+    from .settings import ADAPTATION, DRAFTER, RECIPES, TrainingSettings, read_yaml
     from .size_estimate import estimate_memory, oversize
     from .sources import FORMS, check_split, read_rows
     from .trainer import Trainer
@@ -47,6 +47,7 @@ __all__ = [
     "DRAFTER",
     "FORMS",
     "LOSSES",
+    "RECIPES",
     "SEARCHED_ROWS",
     "AcceptanceCounts",
     "Batch",

@@ -270,10 +270,11 @@ def test_padding_of_another_threads_batch_is_masked() -> None:
     torch.testing.assert_close(beside[1, 4:], alone[1, 4:])
 
 
-def test_models_that_share_a_config_leave_the_step_one_after_another() -> None:
+def test_a_model_and_its_wrapper_leave_the_step_one_after_another() -> None:
     """Bug: the first of them to end its step took the attention from under the other, in another thread."""
     target = make_target()
-    other = type(target)(target.config)
+    other = type(target)(target.config)  # as peft's, with the same config and embedding
+    other.set_input_embeddings(target.get_input_embeddings())
     with step_attention(target):
         with step_attention(other):
             pass

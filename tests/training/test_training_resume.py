@@ -34,7 +34,6 @@ from dflash.training import (
     train,
     with_response,
 )
-from dflash.training.run import _Display
 from dflash.training.training_state import clear_leftovers, read_tensors, remove_state
 
 
@@ -526,16 +525,11 @@ def test_an_error_of_any_kind_reaches_all_processes(tmp_path: Path, monkeypatch:
 def test_the_display_ends_with_an_error_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: trackers were never finished after a loss that was not finite."""
     closed: list[Any] = []
-    close = _Display.close
-
-    def noted(display: Any) -> None:
-        closed.append(display)
-        close(display)
 
     def diverged(*args: Any, **kwargs: Any) -> None:
         raise FloatingPointError("The loss is nan.")
 
-    monkeypatch.setattr(_Display, "close", noted)
+    monkeypatch.setattr("dflash.training.run._Display.close", closed.append)
     monkeypatch.setattr(Trainer, "step", diverged)
     with pytest.raises(FloatingPointError, match="The loss is nan"):
         run(tmp_path / "drafter", replace(SETTINGS, eval_every=2))
