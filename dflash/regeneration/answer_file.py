@@ -107,7 +107,7 @@ class AnswerFile(JsonLines):
     def finished(self, drop_cut: bool = False) -> set[int]:
         """Returns the numbers of rows that the run to resume has answered; with `drop_cut`, also of those it dropped.
 
-        ValueError if that run had other settings.
+        Called before `begin`, because the manifest keeps the dropped ones. ValueError if that run had other settings.
         """
         self._check_settings()
         if drop_cut and self.manifest.exists():

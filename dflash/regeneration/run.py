@@ -176,7 +176,8 @@ def regenerate_data(
 
 def _check_output(output: Path, name: str | None, resume: bool, overwrite: bool) -> None:
     """Raises ValueError if `output` is the data itself, else the errors of [`check_answer_file`]."""
-    if name is not None and Path(name).exists() and Path(name).resolve() == output.resolve():
+    data = Path(name or "").expanduser()
+    if name is not None and data.exists() and data.resolve() == output.expanduser().resolve():
         raise ValueError(f"The output {output} is the data itself: choose another output.")
     check_answer_file(output, resume, overwrite)
 

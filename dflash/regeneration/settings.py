@@ -7,7 +7,7 @@ from .target_writer import Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerationSettings(Sampling):
-    """Which rows to answer, and how: the fields of [`Sampling`] and these. ValueError for a value out of range."""
+    """Which rows to answer, and how. Extends [`Sampling`]. ValueError for a value out of range."""
 
     max_new_tokens: int = 2048  # most tokens of an answer, which also ends where the target's positions do
     seed: int = 0  # of sampling and of the choice of `samples`; an answer depends on the seed and its row's number

@@ -1,4 +1,4 @@
-"""Prepares the sources of an adaptation: answers are used as they are; other sources the target answers first."""
+"""Prepares the sources of an adaptation: sources that hold answers are used as they are; the target first answers the others."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext

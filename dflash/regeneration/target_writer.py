@@ -144,7 +144,11 @@ class TargetWriter:
         }
 
     def __call__(self, requests: Sequence[AnswerRequest], sampling: Sampling) -> list[Answer]:
-        """Returns the answer to each request, in order. All requests are one batch, unless a drafter needs several."""
+        """Returns the answer to each request, in order.
+
+        All requests share one batch. With a drafter, texts that have much less room in the target's positions have batches of
+        their own.
+        """
         stops = stop_ids(self.target.generation_config)
         texts = [_Text(request, stops) for request in requests]
         if self.drafter is None:

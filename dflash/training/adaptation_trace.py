@@ -105,7 +105,7 @@ def was_rejected(block: Block) -> bool:
 
 
 def recorded(blocks: Iterable[Block], prompts: Prompts, trace: Trace) -> Iterator[Block]:
-    """Yields the `blocks` of `generate_blocks` unchanged; appends their texts to `trace` when it ends or is closed."""
+    """Yields the `blocks` of `generate_blocks` unchanged. When this generator ends or is closed, it appends each text to `trace`."""
     texts = [list(prompt) for prompt in prompts]
     rejected: list[list[int]] = [[] for _ in prompts]
     try:

@@ -238,11 +238,21 @@ def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list
             alone = [[number] for number in numbers]
             batches.append(alone)
         return batches
-    packed = pack_examples(lengths, width, rng)
-    count = max(1, plan.batch_tokens // width)
-    for begin in range(0, len(packed), count):
-        end = begin + count
-        batches.append(packed[begin:end])
+    columns = _padded(width)
+    count = max(1, plan.batch_tokens // columns)
+    batch: list[list[int]] = []
+    for sequence in pack_examples(lengths, width, rng):
+        if (
+            sum(lengths[number] for number in sequence) > columns
+        ):  # one long document, to whose length all would be padded
+            batches.append([sequence])
+            continue
+        batch.append(sequence)
+        if len(batch) == count:
+            batches.append(batch)
+            batch = []
+    if batch:
+        batches.append(batch)
     return batches
 
 

@@ -31,7 +31,8 @@ FUSED = ("cpu",)
 class Blocks(NamedTuple):
     """Queries of A blocks, and the keys and values that they see: the context's, and those of each query's own block.
 
-    Keys and values have G heads, each of which is shared by H / G heads of the query; these are a dimension of the query.
+    There are G heads of keys and values. The H / G heads of the query that share one are its third dimension. A block has N
+    positions, the context S; a head has E channels.
     """
 
     query: Tensor  # [B, G, H / G, A, N, E]

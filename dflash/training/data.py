@@ -82,6 +82,7 @@ def chat_messages(messages: Any) -> list[Facts]:
     """Copies the messages of a row into new dicts; ValueError unless they are a list of objects with well-formed text."""
     is_text_or_object = isinstance(messages, (str, Mapping))
     is_list = isinstance(messages, Iterable) and not is_text_or_object
+    messages = list(messages) if is_list else messages
     are_objects = is_list and all(isinstance(message, Mapping) for message in messages)
     if not are_objects:
         raise ValueError(f"its messages are {reprlib.repr(messages)}: give a list of objects with role and content.")

@@ -207,7 +207,7 @@ class _ShardWriter:
 def _clear(folder: Path) -> None:
     """Makes `folder` and deletes the files of an unfinished write; ValueError if the folder holds any other file."""
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = {*folder.glob("*.safetensors"), *folder.glob(f".{MANIFEST}.*")}
+    unfinished = {*folder.glob("features-*.safetensors"), *folder.glob(f".{MANIFEST}.*")}
     others = {*folder.iterdir()} - unfinished
     strangers = sorted(path.name for path in others)
     if strangers:

@@ -40,8 +40,8 @@ SHORTEST_PROMPT = 8
 # Settings that change the config of an initial drafter (`init`).
 CHANGEABLE = ("block_size", "mask_token_id", "is_causal")
 CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")  # fields of a config, what `confidence` adds
-# Settings of the parts that can be added to an initial drafter. A part begins without effect (convolutions, Domino's and
-# DSpark's heads) or with little (the selector).
+# Settings of the parts that can be added to an initial drafter. A part that is added has no effect at first
+# (convolutions, Domino's and DSpark's heads), or little (the selector).
 PART_SETTINGS = (
     "conv_kernel_size",
     "conv_group_size",
@@ -333,9 +333,10 @@ def answers_of(data: Source, target: PreTrainedModel, announce: Announce = say_n
 def make_drafter(
     target: PreTrainedModel, tokenizer: Any, settings: TrainingSettings, start: DFlashDraftModel | None = None
 ) -> DFlashDraftModel:
-    """Returns the fp32 drafter to train: a new one by the settings, or `start` (of `init`) with their changes.
+    """Returns the drafter to train: a new one in fp32 of the shape that the settings give, or `start`, the drafter of `init`.
 
-    ValueError for settings that do not fit the target or `start`.
+    `start` gets the fields and parts that the settings change or add; `freeze_init` freezes its weights here. ValueError for
+    settings that do not fit the target or `start`.
     """
     shape = settings.chosen(SHAPE)
     changes = settings.chosen(CHANGEABLE)

@@ -195,7 +195,10 @@ class _Learned:
         self.index = functional.pad(index, (0, num_filled))  # [M], indices into the flattened [G, N]
 
     def gather(self, values: Tensor) -> Tensor:
-        """Returns the values [M] at the trained positions. `values` hold one value for each position, in any shape."""
+        """Returns the values [M] at the trained positions, of `values` for each position in any shape.
+
+        The first of `values` is repeated where M is filled up.
+        """
         return values.flatten()[self.index]
 
     def scatter(self, values: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ class OnlineTrainer:
     def train(self, examples: Sequence[Example], num_steps: int) -> None:
         """Takes `num_steps` optimiser steps on `examples`, and copies the new weights to the drafter.
 
-        The target's modes, its `requires_grad` flags and torch's random state are restored.
+        Afterwards the target's train or eval modes, its `requires_grad` flags and torch's random state are as they were before.
 
         Raises:
             ValueError: if there are no examples.

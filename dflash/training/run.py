@@ -371,7 +371,7 @@ def claimed(output: Source, settings: TrainingSettings, resume: bool, overwrite:
 
 @contextmanager
 def _named_divergence(record: TrainingRecord, output: Path) -> Iterator[None]:
-    """Inside the `with`, adds to the message of a FloatingPointError which checkpoint `output` holds now."""
+    """Adds to the message of a FloatingPointError in the body from which step the checkpoint in `output` is, or that there is none."""
     try:
         yield
     except FloatingPointError as error:
@@ -401,7 +401,8 @@ def _noted_signals() -> Iterator[list[int]]:
         yield noted
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            # None: one that was not set by Python, and cannot be set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class _Display:

@@ -60,7 +60,11 @@ def read_rows(source: str, split: str, streaming: bool = False) -> Iterable[Mapp
 
 
 def open_source(source: str, split: str, streaming: bool = False) -> OpenSource:
-    """Opens a source by its name. Arguments and errors are those of [`read_rows`]."""
+    """Opens the source of a name; without `streaming`, a data set is downloaded now.
+
+    ValueError for an empty name or an unknown split, FileNotFoundError if there is no such source. A malformed line raises when
+    `rows()` reaches it.
+    """
     if not source:
         raise ValueError("The name of the data is empty: give a file, a folder, or the id of a data set on the Hub.")
     path = Path(source).expanduser()
@@ -76,7 +80,7 @@ def open_source(source: str, split: str, streaming: bool = False) -> OpenSource:
         return _of_table(_split(saved, split, source) if isinstance(saved, dict) else saved)
     if path.suffix in (".jsonl", ".json", *FILE_FORMATS) and not path.exists():
         raise FileNotFoundError(f"{source} does not exist: give a file, a folder, or the id of a data set on the Hub.")
-    name, configuration = source, ""
+    name, configuration = str(path), ""
     if not path.exists():
         name, _, configuration = source.partition(":")
     try:

@@ -341,7 +341,9 @@ class Trainer:
         return whole_copy(self.drafter)
 
     def state(self) -> Facts:
-        """Returns all that the next step depends on, to save and to pass as `state` later. All processes must call it.
+        """Returns what a resumed run goes on from: weights, optimisers, step, place in the data and counts.
+
+        It is passed as `state` to a new [`Trainer`]. All processes must call it.
 
         If the drafter is sharded, only the first process gets the tensors.
         """

@@ -26,7 +26,7 @@ from dflash.training import (
     sample_anchors,
     with_response,
 )
-from dflash.training.batches import pack_examples
+from dflash.training.batches import epoch_sequences, pack_examples
 
 
 SERVED = [name for name, family in FAMILIES.items() if family.exists and family.is_served and family.images is None]
@@ -193,3 +193,16 @@ def test_packing_changes_neither_loss_nor_gradient(loss: str, weights: str) -> N
     for other in found[1:]:
         for ours, theirs in zip(other, found[0], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_document_wider_than_the_packed_sequences_is_a_batch_of_its_own() -> None:
+    """Bug: its neighbours in the batch were padded to its length, three times what a batch may hold."""
+    lengths = [20, 12, 30, 90, 8, 25, 31, 16]
+    plan = BatchPlan(num_anchors=1, batch_tokens=64, pack_length=32)
+    batches = epoch_sequences(lengths, 0, plan)
+    assert sorted(number for batch in batches for sequence in batch for number in sequence) == list(range(8))
+    assert [[3]] in batches
+    for batch in batches:
+        widths = [sum(lengths[number] for number in sequence) for sequence in batch]
+        assert len(batch) == 1 or max(widths) <= 32
+        assert len(batch) <= 2

@@ -131,3 +131,12 @@ def test_an_error_of_the_target_is_not_called_one_of_the_disk(
     monkeypatch.setattr(FrozenTarget, "__call__", out_of_memory)
     with pytest.raises(RuntimeError, match=r"^out of memory$"):
         write_features(tmp_path / "f", frozen, data, facts, batch_tokens=256)
+
+
+def test_someone_elses_weights_are_no_unfinished_features(frozen: FrozenTarget, tmp_path: Path) -> None:
+    """Bug: every .safetensors of the folder was deleted."""
+    data, theirs = examples(), tmp_path / "model.safetensors"
+    theirs.write_bytes(b"weights")
+    with pytest.raises(ValueError, match=r"holds model\.safetensors, which is none of our features"):
+        write_features(tmp_path, frozen, data, facts_of(frozen, data, False), batch_tokens=256)
+    assert theirs.read_bytes() == b"weights"
