@@ -176,8 +176,7 @@ def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) 
     """
     if not isinstance(fields, dict):
         raise ValueError(f"config.json holds a {type(fields).__name__} and no object: fetch or write the file again.")
-    for name, value, kind, remedy in kind_faults(fields):
-        raise ValueError(f"{name}={value!r} is not {kind}: {remedy}.")
+    check_kinds(fields)
     for name in DTYPE_FIELDS:
         dtype = fields.get(name)
         if isinstance(dtype, str) and dtype.removeprefix("torch.") not in DTYPES and not dtype.startswith("float8"):
@@ -213,6 +212,12 @@ def _check_decoder(decoder: Mapping[str, Any]) -> None:
             f"{name}={value}, and {place} says {other}: engines read one or the other, so write that of the training run "
             "in both."
         )
+
+
+def check_kinds(fields: Mapping[str, Any]) -> None:
+    """Raises ValueError for a field of another kind than readers expect."""
+    for name, value, kind, remedy in kind_faults(fields):
+        raise ValueError(f"{name}={value!r} is not {kind}: {remedy}.")
 
 
 def kind_faults(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any, str, str]]:
@@ -278,12 +283,18 @@ def tensor_names(folder: str | os.PathLike[str]) -> set[str]:
     return set()
 
 
+def _completed(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The fields, with a default where one is absent or null."""
+    absent = {name: value for name, value in defaults.items() if fields.get(name) is None}
+    return fields | absent
+
+
 def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:
     """Own fields in `dflash_config` or at the top; ModelOpt's and MiMo's windows become layer types."""
     nested = dict(fields.get("dflash_config") or {})
     read = {**fields, "dflash_config": nested}
     if read.get("logit_scale") is not None:
-        read.setdefault("output_multiplier", read.pop("logit_scale"))
+        read = _completed(read, {"output_multiplier": read.pop("logit_scale")})
     if read.get("target_layer_ids") is None and nested.get("target_layer_ids") is None:
         read["target_layer_ids"] = _layers_of_states(read.pop("eagle_aux_hidden_state_layer_ids", None))
     for fields_of_place in (read, nested):
@@ -292,13 +303,14 @@ def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:
     if nested.get("projector_type", read.get("projector_type")) == "dspark":
         _complete_dspark(read, nested)
     uses_windows = any([nested.pop("use_swa", False), read.pop("use_swa", False)])
-    window = nested.pop("swa_window_size", None) or read.pop("swa_window_size", None)
+    windows = [nested.pop("swa_window_size", None), read.pop("swa_window_size", None)]
+    if any(windows):
+        read["sliding_window"] = windows[0] or windows[1]
     if not uses_windows:
         return read
-    read["sliding_window"] = window or read.get("sliding_window")
     if "sliding_attention" not in (read.get("layer_types") or ()):
         # The flag then means all layers, which see the whole block unless a field says that they are causal.
-        depth = read.get("num_hidden_layers", 32)  # Qwen3's default
+        depth = read.get("num_hidden_layers") or 32  # Qwen3's default
         read["layer_types"] = ["sliding_attention"] * depth
         declared = [nested.get(name) for name in CAUSALITY_FIELDS]
         if all(value is None for value in (read.get("is_causal"), *declared)):
@@ -314,9 +326,9 @@ def _complete_dspark(read: dict[str, Any], nested: dict[str, Any]) -> None:
     if has_confidence is not None:  # ModelOpt's name
         nested |= {"enable_confidence_head": has_confidence, "confidence_head_with_markov": has_confidence}
     elif weight is not None:
-        nested.setdefault("enable_confidence_head", weight > 0)
+        nested |= _completed(nested, {"enable_confidence_head": weight > 0})
     if read.get("sample_from_anchor") is None:
-        nested.setdefault("sample_from_anchor", True)
+        nested |= _completed(nested, {"sample_from_anchor": True})
 
 
 def _read_speculators(fields: dict[str, Any]) -> dict[str, Any]:
@@ -330,14 +342,14 @@ def _read_speculators(fields: dict[str, Any]) -> dict[str, Any]:
     read = {name: value for name, value in layer.items() if name not in NOT_A_DRAFTERS}
     if layer.get("model_type", "qwen3") != "qwen3" and "num_attention_heads" in layer:
         # Where other families leave these out they follow from the heads; Qwen3 has numbers of its own.
-        read.setdefault("num_key_value_heads", layer["num_attention_heads"])
-        read.setdefault("head_dim", layer["hidden_size"] // layer["num_attention_heads"])
+        num_heads = layer["num_attention_heads"]
+        read = _completed(read, {"num_key_value_heads": num_heads, "head_dim": layer["hidden_size"] // num_heads})
     rope = read.get("rope_parameters") or {}
     if isinstance(rope.get("sliding_attention"), dict):  # its drafters take this one for all layers
         read["rope_parameters"] = rope["sliding_attention"]
     read |= {name: fields[name] for name in BESIDE_THE_LAYER_CONFIG if fields.get(name) is not None}
     if kind == "dspark":
-        read = DSPARK_DEFAULTS | {"sample_from_anchor": _anchor_proposes(fields)} | read
+        read = _completed(read, {**DSPARK_DEFAULTS, "sample_from_anchor": _anchor_proposes(fields)})
     read["target_layer_ids"] = _layers_of_states(fields.get("aux_hidden_state_layer_ids"))
     if fields.get("sliding_window_non_causal"):
         read["is_causal"] = False
@@ -357,7 +369,7 @@ def _anchor_proposes(fields: dict[str, Any]) -> bool:
 
 def _read_assistant(fields: dict[str, Any]) -> dict[str, Any]:
     """Flat; every layer bidirectional; takes the target's embeddings unscaled; knows no vocabulary."""
-    read = {"vocab_size": 0, "input_embedding_scale": 1.0, **fields}
+    read = _completed(fields, {"vocab_size": 0, "input_embedding_scale": 1.0})
     return _with_windows({**read, "model_type": "qwen3", "is_causal": False, "dflash_config": {}})
 
 
@@ -369,7 +381,7 @@ def _read_deepspec(fields: dict[str, Any]) -> dict[str, Any]:
             "is taken to propose a token. If few drafts are accepted, write sample_from_anchor: false into config.json."
         )
     kept = {name: value for name, value in fields.items() if name not in DEEPSPEC_TRAINING_FIELDS}
-    return {"sample_from_anchor": True, **kept, "dflash_config": {}}
+    return {**_completed(kept, {"sample_from_anchor": True}), "dflash_config": {}}
 
 
 def _layers_of_states(ids: list[int] | None) -> list[int] | None:
@@ -406,8 +418,9 @@ def check_folder(name: str, subfolder: str, weights_only: bool | None) -> None:
             f"{name} holds mask_embedding.pt, a mask row of its own that DFlashDraftModel does not read: serve this "
             "checkpoint with an engine that does."
         )
+    has_safetensors = "model.safetensors" in files or "model.safetensors.index.json" in files
     pickles = [file for file in files if file.endswith((".bin", ".pt", ".pth")) and file != "training_args.bin"]
-    if pickles and not weights_only and not any(file.endswith(".safetensors") for file in files):
+    if pickles and not weights_only and not has_safetensors:
         raise ValueError(
             f"The weights of {name} are a pickle ({pickles[0]}), which can run code when it is read: pass "
             "weights_only=True (--weights-only of `dflash convert` and `dflash export`) to read its tensors alone."

@@ -28,8 +28,9 @@ def convert_checkpoint(
 ) -> Path:
     """Reads a drafter of any dialect and writes it to `folder` in this library's form, its code beside its weights.
 
-    Tensors keep their values and dtype. Frozen copies of the target's embedding and head, which some dialects store,
-    are left out. A reduced vocabulary and an anchor that predicts stay: the drafter depends on them. The licence stays, in
+    Tensors are written in one dtype, as transformers loads them: that of the config, or else of the first tensor. Those that
+    are stored in it keep their values, others are cast. Frozen copies of the target's embedding and head, which some
+    dialects store, are left out. A reduced vocabulary and an anchor that predicts stay: the drafter depends on them. The licence stays, in
     the card and in its own file, and so does the record of a training run.
 
     Args:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash.common.files import followed
+from dflash.common.files import followed, restore_replaced
 from dflash.common.json_text import parsed_json
 
 
@@ -17,12 +17,13 @@ if TYPE_CHECKING:  # the names of a checkpoint's files are asked for where nothi
 
 DRAFTERS = ("DFlashDraftModel", "DFlash2DraftModel")
 
+LICENCE_TEXTS = ("LICENSE*", "LICENCE*")
 # All that a checkpoint of this library, or of a target that it saves, is made of.
 FILES = (
     "config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors",
     "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
-    "chat_template.json", "README.md", "training.json", "*_dflash.py"
+    "chat_template.json", "README.md", "training.json", "*_dflash.py", *LICENCE_TEXTS
 )  # fmt: skip
 FOLDERS = ("custom_generate", "__pycache__")
 
@@ -76,6 +77,7 @@ def written_aside(folder: Path) -> Iterator[Path]:
     """
     folder = followed(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    restore_replaced(folder)
     aside = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     try:

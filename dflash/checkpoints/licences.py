@@ -13,15 +13,16 @@ from huggingface_hub import metadata_load
 
 from dflash.common.messages import first_line
 
+from .folders import LICENCE_TEXTS
 from .rules.checkpoint_files import local_folder, read_json
 
 
 Purpose = Literal["adapt", "check", "pair", "publish", "train"]
 
-TEXTS = ("LICENSE*", "LICENCE*")
-FILES = ["README.md", *TEXTS, "training.json"]
-NON_COMMERCIAL = re.compile(r"\bnc\b|non-?commercial|\bresearch\b", re.IGNORECASE)
-NO_DERIVATIVES = re.compile(r"\bnd\b|no-?deriv", re.IGNORECASE)
+FILES = ["README.md", *LICENCE_TEXTS, "training.json"]
+# An underscore ends a word, too.
+NON_COMMERCIAL = re.compile(r"(?<![a-z0-9])(nc|research)(?![a-z0-9])|non[-_ ]?commercial", re.IGNORECASE)
+NO_DERIVATIVES = re.compile(r"(?<![a-z0-9])nd(?![a-z0-9])|no[-_ ]?deriv", re.IGNORECASE)
 TERMS = {
     "non-commercial": (NON_COMMERCIAL, "no commercial use"),
     "no derivatives": (NO_DERIVATIVES, "changed copies may not be shared"),
@@ -29,7 +30,7 @@ TERMS = {
 # Between the licence of a checkpoint and those of its origins; a name may hold a comma.
 BETWEEN = "; "
 # Creative Commons' version 4 lets anybody change the work, and forbids to share the changed work; older versions forbid both.
-CHANGES_ARE_PRIVATE = re.compile(r"(nd|derivatives),?[- ](version )?4", re.IGNORECASE)
+CHANGES_ARE_PRIVATE = re.compile(r"(nd|derivatives),?[-_ ](version )?4", re.IGNORECASE)
 HOW_TO_STATE = (
     "state one: `--license apache-2.0` of dflash train, or `license: apache-2.0` in the front matter of its README.md"
 )
@@ -154,7 +155,7 @@ def carried_licence(checkpoint: str | Path, revision: str | None = None) -> tupl
 
 
 def _licence_paths(folder: Path) -> list[Path]:
-    return sorted(path for pattern in TEXTS for path in folder.glob(pattern) if path.is_file())
+    return sorted(path for pattern in LICENCE_TEXTS for path in folder.glob(pattern) if path.is_file())
 
 
 def licence_lines(

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from dflash.common.cards import pair_card
 from dflash.common.files import adapter_fault
 from dflash.common.version import __version__
+from dflash.dialects import check_kinds
 
 from .conversion import convert_checkpoint
-from .folders import DRAFTERS, save_checkpoint, written_aside
-from .licences import TEXTS as LICENCE_TEXTS
+from .folders import DRAFTERS, LICENCE_TEXTS, save_checkpoint, written_aside
 from .licences import read_card
 from .publishing import CARD, PAIR, SECRETS, TRAINING_STATE, working_report
-from .rules.checkpoint_files import downloaded, local_folder, read_json
+from .rules.checkpoint_files import INDEX, downloaded, local_folder, read_json
+from .rules.engine_readings import mapping
 from .rules.file_rules import OWN_CODE
+from .rules.findings import WEIGHTS as MODEL
 
 
 if TYPE_CHECKING:
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 DOOR_CODE = "pair_dflash.py"  # of the package: the `generate` of a pair
 AUTO_CLASS = "AutoModelForCausalLM"
 AUTO_MAP = {AUTO_CLASS: "custom_generate/generate.DraftedModel"}
-MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
 INDICES = "*.index.json"
 # Not fetched where safetensors are.
@@ -37,7 +38,8 @@ OTHER_FORMATS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpac
 # What `save_pretrained` writes has another name, so that nothing is saved through a link into the target's own weights.
 LINK = "model-target-{:05d}-of-{:05d}.safetensors"
 LICENCE = ("license", "license_name", "license_link")
-NOT_COPIED = (*SECRETS, *TRAINING_STATE, *WEIGHTS, INDICES, PAIR, ".*", CARD)
+PRIVATE = (*SECRETS, *TRAINING_STATE)
+NOT_COPIED = (*PRIVATE, *WEIGHTS, INDICES, PAIR, ".*", CARD)
 # Keywords of the loop that no JSON holds, and inner names.
 NO_SETTINGS = {
     "as_blocks",
@@ -94,6 +96,7 @@ def make_pair(
     config = _config(target_folder, f"The target {target}")
     _check_target(str(target), target_folder, config)
     drafter_config = _config(drafter_folder, f"The drafter {drafter}")
+    check_kinds(drafter_config)
     _check_settings(dict(settings or {}), drafter_config, on_error)
     is_on_hub = not Path(drafter).expanduser().is_dir()
     with written_aside(folder) as aside:
@@ -219,7 +222,7 @@ def _place_weights(source: Path, folder: Path, copy: bool) -> None:
 
 def _link_weights(source: Path, folder: Path, index: Mapping[str, Any]) -> None:
     """Links to safetensors, and the index that names the links."""
-    shards = _shards(index)
+    shards = _shards(source, index)
     links: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         link = LINK.format(number, len(shards))
@@ -232,9 +235,14 @@ def _link_weights(source: Path, folder: Path, index: Mapping[str, Any]) -> None:
     _write_json(folder / INDEX, content)
 
 
-def _shards(index: Mapping[str, Any]) -> list[str]:
-    """The files that an index names, in order."""
-    return sorted(set(index["weight_map"].values()))
+def _shards(source: Path, index: Mapping[str, Any]) -> list[str]:
+    """The files that an index names, in order; ValueError if they are no files of its folder."""
+    shards = sorted(set(map(str, index["weight_map"].values())))
+    for shard in shards:
+        is_plain = Path(shard).name == shard
+        if not is_plain or not (source / shard).is_file():
+            raise ValueError(f"{source / INDEX} names {shard!r}, which is no file beside it: fetch the target again.")
+    return shards
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -255,7 +263,10 @@ def _index_of(folder: Path) -> dict[str, Any] | None:
             weight_map = dict.fromkeys(file.keys(), MODEL)
         return {"metadata": {"total_size": path.stat().st_size}, "weight_map": weight_map}
     if (folder / INDEX).is_file():
-        return dict(read_json(folder / INDEX, ""))
+        index = read_json(folder / INDEX, "")
+        if not mapping(index.get("weight_map")):
+            raise ValueError(f"{folder / INDEX} holds no weight_map, which names the shards: fetch the target again.")
+        return index
     return None
 
 
@@ -264,7 +275,7 @@ def _copy_weights(source: Path, folder: Path, index: Mapping[str, Any] | None) -
     if index is None:
         names = [path.name for path in source.iterdir() if _matches(path, (*WEIGHTS, INDICES))]
     else:
-        names = _shards(index)
+        names = _shards(source, index)
         if not (source / MODEL).is_file():
             names.append(INDEX)
     for name in names:
@@ -299,7 +310,7 @@ def _place_drafter(name: str, source: Path, pair: Path, is_on_hub: bool = False)
     folder.mkdir()
     paths = _code()
     for pattern in ("*.safetensors", "*.json", CARD, *LICENCE_TEXTS):
-        paths += source.glob(pattern)
+        paths += [path for path in source.glob(pattern) if not _matches(path, PRIVATE)]
     for path in paths:
         shutil.copyfile(path, folder / path.name)
     return {"drafter": folder.name}

@@ -1,13 +1,12 @@
 """A drafter's or a pair's folder to the Hub in one commit: weights, config, code and card, and no other file."""
 
-import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dflash.common.cards import drafter_card, pair_card
@@ -16,13 +15,15 @@ from dflash.common.messages import first_line
 
 from .folders import FILES
 from .rules import Report, check
+from .rules.checkpoint_files import read_json
 
 
 CARD, DOOR, PAIR = "README.md", "custom_generate/generate.py", "dflash.json"
 
-# Files of a former checkpoint: left in the repository, they would be read together with the new files.
+# Files of a former checkpoint or pair, as whole paths: left in the repository, they would be read together with the new files.
 STALE = (
-    "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "*_dflash.py", "custom_generate/*"
+    "/model.safetensors", "/model-*-of-*.safetensors", "/model.safetensors.index.json", "/*_dflash.py", "/custom_generate/*",
+    "/drafter/*"
 )  # fmt: skip
 SECRETS = (
     ".env", ".env.*", ".netrc", "_netrc", ".git-credentials", ".npmrc", ".pypirc", "*.pem", "*.key", "*.p12", "*.pfx",
@@ -61,13 +62,16 @@ class File:
 
 @dataclass(frozen=True)
 class Publication:
-    """What one commit will hold. `written` are files that the folder lacks or that differ from its own."""
+    """What one commit will hold. `written` are files that the folder lacks or that differ from its own.
+
+    `report` is `None` for a pair whose drafter stays on the Hub, and is not fetched to be checked.
+    """
 
     repo_id: str
     files: tuple[File, ...]
     written: tuple[str, ...]
     left_out: tuple[str, ...]
-    report: Report
+    report: Report | None
     is_pair: bool = False
 
     @cached_property
@@ -131,7 +135,9 @@ def plan_publication(
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give the folder of a drafter's checkpoint.")
     is_pair = (folder / PAIR).is_file()
-    report = working_report(drafter_of(folder), str(folder)) if is_pair else working_report(folder, target)
+    drafter = _drafter_in(folder) if is_pair else folder
+    its_target = str(folder) if is_pair else target
+    report = None if drafter is None else working_report(drafter, its_target)
     files, left_out = _sorted_out(folder, is_pair)
     written = _written(folder, files, repo_id, target, base_model)
     files |= {name: File(name, text.encode()) for name, text in written.items()}
@@ -238,10 +244,14 @@ def _written(
     return written
 
 
-def drafter_of(pair: Path) -> str:
-    """A pair's drafter: its folder, or its id on the Hub."""
-    named = json.loads((pair / PAIR).read_text(encoding="utf-8"))["drafter"]
-    return str(pair / named) if (pair / named).is_dir() else named
+def _drafter_in(pair: Path) -> Path | None:
+    """The folder of a pair's drafter; `None` if it is on the Hub."""
+    path = pair / PAIR
+    named = read_json(path, "").get("drafter")
+    if not isinstance(named, str):
+        raise ValueError(f"{path} names no drafter: write the pair again with `dflash pair`.")
+    is_on_hub = HUB_ID.fullmatch(named) and not (pair / named).is_dir()
+    return None if is_on_hub else pair / named
 
 
 def working_report(folder: str | Path, target: str | None = None, name: str | Path | None = None) -> Report:
@@ -317,7 +327,7 @@ def _operations(publication: Publication, present: list[str]) -> list[Any]:
     operations: list[Any] = []
     names = {file.path for file in publication.files}
     for name in present:
-        if name not in names and any(map(Path(name).match, STALE)):
+        if name not in names and any(map(PurePosixPath("/", name).match, STALE)):
             operations.append(CommitOperationDelete(name))
     for file in publication.files:
         operations.append(CommitOperationAdd(file.path, file.content))

@@ -46,9 +46,9 @@ def publish(
     from dflash.checkpoints import publish as publish_it
 
     publication = plan_publication(folder, repo_id, target, base_model)
-    drafter = folder
+    drafter: Path | None = folder
     if publication.is_pair:
-        drafter = publication.report.folder
+        drafter = publication.report.folder if publication.report else None
         target = str(folder)
     licences = licence_lines("publish", drafter, target, accept_licence)
     if dry_run:
@@ -81,7 +81,9 @@ def _show(plan: "Publication") -> None:
         if name == "base_model":
             remedy = "--base-model ORG/NAME gives it"
         print(f"  {name}: {value or f'not said ({remedy})'}")
-    for verdict in plan.report.verdicts:
+    if plan.report is None:
+        print("The drafter stays on the Hub: `dflash check` says whether it works.")
+    for verdict in plan.report.verdicts if plan.report else ():
         if verdict.verdict != "works":
             print(f"{verdict.name} {verdict.verdict}: `dflash check` says why.")
     if "dflash" not in plan.repo_id.lower():

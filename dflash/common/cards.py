@@ -99,13 +99,21 @@ def _taus_of_training(facts: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def _taus_of_index(fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The acceptance lengths in the model index of a card's front matter."""
-    for model in fields.get("model-index") or ():
-        for result in model.get("results") or ():
-            data = result.get("dataset") or {}
-            for metric in result.get("metrics") or ():
+    for model in _objects(fields.get("model-index")):
+        for result in _objects(model.get("results")):
+            data = result.get("dataset")
+            measured_on = data.get("name") if isinstance(data, Mapping) else data
+            for metric in _objects(result.get("metrics")):
                 name = f"{metric.get('type')} {metric.get('name')}"
-                if TAU_NAME.search(name):
-                    yield str(data.get("name")), float(metric["value"])
+                value = metric.get("value")
+                if TAU_NAME.search(name) and type(value) in (int, float):
+                    yield str(measured_on), float(value)
+
+
+def _objects(value: Any) -> list[Mapping[str, Any]]:
+    """The objects of a list; none of what is no list."""
+    items = value if isinstance(value, list) else []
+    return [item for item in items if isinstance(item, Mapping)]
 
 
 def _taus_in(text: str) -> Iterator[tuple[str, float]]:

@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -56,6 +57,15 @@ def replaced(path: Path) -> Iterator[Path]:
 def leftovers(path: Path, pattern: str) -> list[Path]:
     """What a killed process left beside `path`: hidden files and folders of its name, as `.NAME.PATTERN`."""
     return sorted(path.parent.glob(f".{glob.escape(path.name)}.{pattern}"))
+
+
+def restore_replaced(folder: Path) -> None:
+    """Clears away what a killed process moved aside to replace `folder`, or moves it back if there is no new one."""
+    for old in leftovers(folder, "replaced-*"):
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:  # killed between the two renames
+            old.rename(folder)
 
 
 def adapter_fault(folder: str | os.PathLike[str]) -> str | None:

@@ -170,13 +170,13 @@ def run_doctor(
     """
     names = decoding or {}
     card = card or NO_CARD
+    taus = stated_taus(card.fields, card.text, card.facts)
     possible = partial(changes, target=target, tokenizer=tokenizer, dialogues=dialogues)
     measure = partial(_measured, target, tokenizer, dialogues, max_new_tokens)
     first = measure({}, Trial("", "", "", setup))
     kept, rows = _search(first, possible, measure, progress)
     if first.error and len(kept) == 1:
         raise ValueError(first.error)
-    taus = stated_taus(card.fields, card.text, card.facts)
     of_names = _of_names(tokenizer, card, names.get("target"))
     return record(
         "doctor",

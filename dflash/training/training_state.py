@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from dflash.checkpoints import written_aside
-from dflash.common.files import leftovers
+from dflash.common.files import leftovers, restore_replaced
 from dflash.common.json_lines import refuse_changes
 from dflash.common.messages import first_line
 from dflash.common.provenance import public_name
@@ -72,12 +72,8 @@ def read_tensors(folder: Path) -> Facts | None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Deletes what a killed process left half-written beside `folder`, and restores a folder that it moved aside."""
-    for old in leftovers(folder, "replaced-*"):
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:  # killed between the two renames
-            old.rename(folder)
+    """Deletes the half-written files that a killed process left beside `folder`, and restores a folder that it had moved aside."""
+    restore_replaced(folder)
     for partial in leftovers(folder, "partial-*"):
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)

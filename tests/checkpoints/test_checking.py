@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.checkpoints import ENGINES, Report, check, report_lines
 from dflash.checkpoints.rules.engine_readings import READERS, LayerAttention, meant
+from dflash.dialects import portable_fields
 
 
 EVERY = set(ENGINES)
@@ -268,6 +269,26 @@ def _truncate(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(whole[:-10])
 
 
+def _append(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"of a longer file")
+
+
+def _rename(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").rename(folder / name)
+
+
+def _leave_in_another_file(folder: Path) -> None:
+    fc = load_file(folder / "model.safetensors")["fc.weight"]
+    save_file({"fc.weight": fc}, folder / "old.safetensors")
+    edit_tensors(folder, lambda tensors: tensors.pop("fc.weight"))
+
+
+def _unknown_dtype(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole.replace(b'"BF16"', b'"XX16"', 1))
+
+
 FILE_FAULTS: list[tuple[str, Callable[[Path], Any], str, str, set[str]]] = [
     ("tensor missing", lambda f: edit_tensors(f, lambda t: t.pop("fc.weight")), "tensors", "fc.weight", EVERY),
     ("tensor of another shape", lambda f: edit_tensors(f, lambda t: t.update({"fc.weight": t["fc.weight"][:, :32]})), "tensors", "fc.weight", EVERY),
@@ -276,6 +297,11 @@ FILE_FAULTS: list[tuple[str, Callable[[Path], Any], str, str, set[str]]] = [
     ("names with a prefix", lambda f: edit_tensors(f, lambda t: [t.update({f"model.{n}": t.pop(n)}) for n in list(t)]), "tensors", "model.fc.weight, model.hidden_norm.weight, model.layers.*.input_layernorm.weight and 11 more kinds", {"native", "vllm", "mlx"}),
     ("names of the assistant", lambda f: edit_tensors(f, lambda t: t.update({"encoder.fc.weight": t.pop("fc.weight")})), "tensors", "encoder.fc.weight", {"trtllm", "mlx"}),
     ("weights cut off", _truncate, "files", "weights", EVERY),
+    ("bytes after the tensors", _append, "files", "weights", EVERY),
+    ("a dtype that is not known here", _unknown_dtype, "finite", "weights", {"remote-code", "native"}),
+    ("weights of another name", lambda f: _rename(f, "weights.safetensors"), "files", "weights", EVERY),
+    ("a shard without an index", lambda f: _rename(f, "model-00001-of-00001.safetensors"), "files", "weights", EVERY),
+    ("tensor in a file that is not read", _leave_in_another_file, "tensors", "fc.weight", EVERY),
     ("no weights", lambda f: (f / "model.safetensors").unlink(), "files", "weights", EVERY),
     ("a pickle instead", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "files", "weights", EVERY),
     ("embedding of the mask", lambda f: (f / "mask_embedding.pt").write_bytes(b""), "files", "mask_embedding", EVERY - {"vllm", "sglang"}),
@@ -546,15 +572,25 @@ def test_causality_and_windows(row: Any) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [ALL_FULL, MIXED, UNIFORM, {**MIXED, "is_causal": False}, {**ALL_FULL, "dflash_config": {"causal": True}}],
-    ids=["full", "mixed", "sliding", "not causal", "nested causal"],
+    [
+        ALL_FULL,
+        MIXED,
+        UNIFORM,
+        {**MIXED, "is_causal": False},
+        {**ALL_FULL, "dflash_config": {"causal": True}},
+        {**ALL_FULL, "use_swa": True, "swa_window_size": 4},
+        {**ALL_FULL, "dflash_config": {"use_swa": True, "swa_window_size": 4}, "swa_window_size": 6},
+        {**UNIFORM, "dflash_config": {"swa_window_size": 4}},
+    ],
+    ids=["full", "mixed", "sliding", "not causal", "nested causal", "use_swa at the top", "two windows", "own window"],
 )
 def test_what_is_meant_is_what_this_package_runs(fields: dict[str, Any]) -> None:
-    own = DFlashConfig(
-        **{**BASE, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, **fields}
-    )
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+    config = {**BASE, **sizes, **fields}
+    config["dflash_config"] = {"target_layer_ids": [0], **fields.get("dflash_config", {})}
+    own = DFlashConfig(**portable_fields(config))
     layers = tuple(LayerAttention(own.is_layer_causal(i), own.layer_window(i)) for i in range(2))
-    assert meant({**BASE, **fields}).attention == layers
+    assert meant(config).attention == layers
 
 
 def test_layer_types_that_transformers_derives() -> None:

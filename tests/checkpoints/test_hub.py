@@ -78,6 +78,24 @@ def test_an_interrupt_between_the_renames_restores_the_old_folder(
     assert (old / "README.md").read_text() == "folder"
 
 
+def test_what_a_killed_process_moved_aside_is_cleared_or_restored(tmp_path: Path) -> None:
+    """Bug: a folder left by a process of the same number made every later save fail, and a kill between the renames hid the old one."""
+    folder = save_checkpoint(make_drafter(), tmp_path / "drafter", files={"README.md": "old"})
+    left = tmp_path / f".drafter.replaced-{os.getpid()}"
+    left.mkdir()
+    (left / "README.md").touch()
+    save_checkpoint(make_drafter(), folder, files={"README.md": "old"})
+    assert list(tmp_path.iterdir()) == [folder]
+    folder.rename(left)
+
+    def refuse(_: Path) -> None:
+        raise ValueError("not this one")
+
+    with pytest.raises(ValueError, match="not this one"):
+        save_checkpoint(make_drafter(), folder, inspect=refuse)
+    assert (folder / "README.md").read_text() == "old"
+
+
 def test_weights_are_as_readable_as_the_config(tmp_path: Path) -> None:
     """Known trap: safetensors files come out readable by their owner alone, and a server of another user fails."""
     before = os.umask(0o022)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_models import make_drafter, save_target
 
-from dflash.checkpoints import embedded_path, licence_lines, make_pair, read_licence
+from dflash.checkpoints import embedded_path, licence_lines, make_pair, plan_publication, read_licence
 from dflash.training import TrainingSettings, train_drafter
 
 
@@ -40,6 +40,14 @@ def folder_of(path: Path, card: str | None = None, **files: str) -> Path:
             "llama3.1 (gated, https://x/terms).",
         ),
         ("license: [mit, apache-2.0]", {}, "mit, apache-2.0."),
+        ("license: cc_by_nc_4.0", {}, "cc_by_nc_4.0 (non-commercial): no commercial use."),
+        ("license: cc_by_nd_4.0", {}, "cc_by_nd_4.0 (no derivatives): changed copies may not be shared."),
+        (
+            "license: other\nlicense_name: Attribution-No Derivatives 4.0",
+            {},
+            "Attribution-No Derivatives 4.0 (no derivatives): changed copies may not be shared.",
+        ),
+        ("license: other\nlicense_name: 2nd release, Inc.", {}, "2nd release, Inc.."),
         ("license: other", {}, "other."),
         ("license: unknown", {"LICENSE": "MIT License"}, "MIT License (LICENSE)."),
         ("tags: [dflash]", {"LICENSE": "\n  # MIT License\n\nCopyright"}, "MIT License (LICENSE)."),
@@ -140,7 +148,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("command", ["convert", "export"])
 def test_a_copy_in_another_form_has_its_licence(command: str, pair: Path, tmp_path: Path, dflash_command: Any) -> None:
-    """Promise: neither the drafter's own licence nor that of its origin is lost on the way."""
+    """Promise: neither the drafter's own licence nor that of its origin is lost on the way to the Hub."""
     theirs = tmp_path / "theirs-DFlash"
     shutil.copytree(pair / "nd-DFlash", theirs)
     front = "license: other\nlicense_name: Acme's terms\nlicense_link: LICENSE"
@@ -153,6 +161,8 @@ def test_a_copy_in_another_form_has_its_licence(command: str, pair: Path, tmp_pa
     assert (ours / "LICENSE").read_text() == "Acme's terms\n\nAll of them."
     assert (ours / "LICENSE.pdf").read_bytes() == b"\xff\xfe\x00"
     assert "# ours-DFlash" in (ours / "README.md").read_text()
+    assert {"LICENSE", "LICENSE.pdf"} <= {file.path for file in plan_publication(ours, "me/ours-DFlash").files}
+    assert dflash_command(command, theirs, ours, "--target", pair / "target")[0] == 0  # replaces it
     with pytest.raises(ValueError, match="allows no derivatives"):
         licence_lines("adapt", ours)
     folder_of(theirs, "license: [")

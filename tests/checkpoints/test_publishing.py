@@ -192,7 +192,7 @@ def test_a_key_in_a_card_that_is_rewritten_is_refused(folder: Path, no_connectio
 
 
 def test_every_secret_pattern_is_refused_and_in_no_pair(folder: Path, tmp_path: Path, no_connection: None) -> None:
-    """Promise: none of these names is published, and no pair copies one from its target."""
+    """Promise: none of these names is published, and no pair copies one from its target or its drafter."""
     names = [
         ".env", ".env.local", ".netrc", "_netrc", ".git-credentials", ".npmrc", ".pypirc", "a.pem", "a.key", "a.p12", "a.pfx",
         "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "token", "token.txt", "a.token", "credentials.json", "secrets.json"
@@ -204,6 +204,8 @@ def test_every_secret_pattern_is_refused_and_in_no_pair(folder: Path, tmp_path: 
         with pytest.raises(ValueError, match=f"^{re.escape(name)} looks secret"):
             plan_publication(folder, REPO)
         (folder / name).unlink()
+    for name in names:
+        (folder / name).touch()
     pair = make_pair(target, folder, tmp_path / "pair")
     assert not {path.name for path in pair.rglob("*")} & set(names)
 
@@ -302,8 +304,9 @@ def test_publishing_with_the_hub(folder: Path, tmp_path: Path, run: Callable[...
         nobody = f"http://127.0.0.1:{unused.getsockname()[1]}"
         with Hub(USERS) as hub:
             hub.repos["me/public-DFlash"] = Repo()
-            former = {"ops_dflash.py": b"", "model-00001-of-00002.safetensors": b"", "figure.png": b"png"}
-            hub.add("me/former-DFlash", former)
+            former = ("ops_dflash.py", "model-00001-of-00002.safetensors", "drafter/model.safetensors")
+            others = ("figure.png", "fp8/model.safetensors", "int8/my_dflash.py", "onnx/custom_generate/x.py")
+            hub.add("me/former-DFlash", dict.fromkeys((*former, *others), b""))
             calls: list[tuple[str | None, str, list[str]]] = [
                 ("loopback-me", hub.url, [str(folder), REPO, "--private"]),
                 ("loopback-me", hub.url, [str(folder), REPO]),
@@ -331,7 +334,7 @@ def test_publishing_with_the_hub(folder: Path, tmp_path: Path, run: Callable[...
     planned = {file.path: file.read() for file in plan_publication(folder, REPO).files}
     assert dict(repo.head().files) == planned | {".gitattributes": repo.head().files[".gitattributes"]}
     assert repo.head("v/2").files["training.json"] == b'{"steps": 2}'
-    assert set(hub.repos["me/former-DFlash"].head().files) == {*planned, "figure.png"}
+    assert set(hub.repos["me/former-DFlash"].head().files) == {*planned, *others}
     assert public.commits == {}
     assert [commit.message for commit in paired.commits.values()][1:] == ["Upload a DFlash pair"]
     weights = "model-target-00001-of-00001.safetensors", "drafter/model.safetensors"
@@ -384,3 +387,20 @@ def test_a_pairs_further_chat_templates_go_up(folder: Path, tmp_path: Path, no_c
     plan = plan_publication(make_pair(target, folder, tmp_path / "pair"), "me/pair")
     assert "additional_chat_templates/rag.jinja" in {file.path for file in plan.files}
     assert not plan.left_out
+
+
+def test_a_drafter_that_stays_on_the_hub_is_not_fetched(
+    folder: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a dry run fetched the drafter that a pair names, of its newest commit. A dflash.json without one was a KeyError."""
+    fetched: list[Any] = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *arguments, **_: fetched.append(arguments))
+    pair = make_pair(save_checkpoint(make_target(), tmp_path / "target"), folder, tmp_path / "pair")
+    shutil.rmtree(pair / "drafter")
+    (pair / "dflash.json").write_text(json.dumps({"drafter": "you/tiny-DFlash", "revision": "abc"}))
+    status, out, err = run(pair, "me/pair", "--dry-run")
+    assert (status, fetched) == (0, []), err
+    assert "The drafter stays on the Hub" in out
+    (pair / "dflash.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"dflash\.json names no drafter: write the pair again"):
+        plan_publication(pair, "me/pair")

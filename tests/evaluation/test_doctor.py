@@ -164,6 +164,36 @@ The mean acceptance length is 6.54, at 4.91x.
     assert stated_taus({}, "# tiny", {}) == []
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        ["x"],
+        "x",
+        [
+            {
+                "results": [
+                    "x",
+                    {"dataset": "GSM8K", "metrics": [{"type": "tau", "value": "7.87x"}, {"type": "tau"}, "x"]},
+                ]
+            }
+        ],
+    ],
+)
+def test_a_foreign_model_index_is_skipped(index: Any) -> None:
+    assert stated_taus({"model-index": index}, "", {}) == []
+
+
+def test_the_card_is_read_before_the_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: what is wrong with a card is said at once; nothing is measured first, which takes minutes."""
+
+    def refuse(*_: Any) -> Any:
+        raise ValueError("the card")
+
+    monkeypatch.setattr("dflash.evaluation.doctor.stated_taus", refuse)
+    with pytest.raises(ValueError, match="the card"):
+        run_doctor(None, Setup(None), None, [])
+
+
 def test_the_depth_is_logged_once(tiny_target: Any, prompt_ids: Any, caplog: Any) -> None:
     """Promise: who asks for INFO sees block, drafts a step and tree, once for each drafter and request."""
     drafter = make_drafter()

@@ -654,6 +654,13 @@ NO, YES = False, True
             [YES, NO],
         ),
         (zlab(sliding_window=6, dflash_config={**zlab()["dflash_config"], "use_swa": True, "causal": True}), [6, 6], [YES, YES]),
+        # In both places, where the inner one wins, and beside layers that slide without the flag.
+        (zlab(swa_window_size=9, dflash_config=modelopt().fields["dflash_config"]), [4, 4], [NO, NO]),
+        (
+            zlab(layer_types=SLIDING, sliding_window=9, use_sliding_window=True, swa_window_size=4),
+            [4, 4],
+            [YES, YES],
+        ),
         (speculators_config(WINDOWED_LAYER), [4, None], [YES, NO]),
         (speculators_config(WINDOWED_LAYER, sliding_window_non_causal=True), [4, None], [NO, NO]),
         (deepspec().fields, [None, None], [NO, NO]),
@@ -696,6 +703,34 @@ def test_a_flat_drafter_may_say_that_its_anchor_does_not_predict(tmp_path: Path)
     checkpoint.fields["sample_from_anchor"] = False
     config = DFlashConfig.from_pretrained(checkpoint.write(tmp_path))
     assert config.num_proposals == B - 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "value"),
+    [
+        (zlab(logit_scale=0.5, output_multiplier=None), "output_multiplier", 0.5),
+        (assistant().fields | {"vocab_size": None}, "vocab_size", 0),
+        (assistant().fields | {"input_embedding_scale": None}, "input_embedding_scale", 1.0),
+        (deepspec().fields | {"sample_from_anchor": None}, "sample_from_anchor", True),
+    ],
+)
+def test_a_null_is_no_value(fields: dict[str, Any], name: str, value: Any) -> None:
+    """Bug: a null took the place of what a dialect implies."""
+    assert portable_fields(fields)[name] == value
+
+
+def test_a_tensor_of_another_dtype_is_cast_as_when_it_is_loaded(tmp_path: Path) -> None:
+    """Promise: a converted drafter has one dtype, the config's, whatever its norms were stored as."""
+    checkpoint = zlab_v1()
+    checkpoint.fields["dtype"] = "bfloat16"
+    for name, tensor in checkpoint.tensors.items():
+        if "norm" not in name:
+            checkpoint.tensors[name] = tensor.bfloat16()
+    source = checkpoint.write(tmp_path / "theirs")
+    written = load_file(convert_checkpoint(source, tmp_path / "ours") / "model.safetensors")
+    loaded = DFlashDraftModel.from_pretrained(source, dtype="auto").state_dict()
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in written.items())
 
 
 def test_sharded_and_half_precision_checkpoints(tmp_path: Path) -> None:
@@ -1120,6 +1155,14 @@ def test_copies_that_a_dialect_stores_are_no_fault(maker: Callable[[], Checkpoin
     assert [finding.field for finding in report.findings if finding.rule == "tensors"] == []
 
 
+def test_tensors_that_only_this_package_renames_fail_for_the_others(tmp_path: Path) -> None:
+    """Bug: of ModelOpt's names of DSpark's head it was said that this package refuses them."""
+    report = check(modelopt_dspark().write(tmp_path / "drafter-DFlash"))
+    (finding,) = [finding for finding in report.findings if finding.rule == "tensors"]
+    assert finding.field == "confidence_proj.bias, confidence_proj.weight, markov_w1.weight and 1 more kinds"
+    assert "remote-code" not in finding.engines
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_not_converted(value: float, tmp_path: Path) -> None:
     """Promise: neither `convert` nor `export` writes them, out of a pickle either."""
@@ -1268,6 +1311,7 @@ def test_pickles_are_read_only_when_asked_for(tmp_path: Path) -> None:
     folder = checkpoint.write(tmp_path)
     (folder / "model.safetensors").unlink()
     torch.save(checkpoint.tensors, folder / "pytorch_model.bin")
+    save_file(checkpoint.tensors, folder / "other.safetensors")  # which transformers does not read
     for asked in ({}, {"weights_only": False}):
         with pytest.raises(ValueError, match=r"pickle \(pytorch_model.bin\).*weights_only=True"):
             DFlashDraftModel.from_pretrained(folder, **asked)

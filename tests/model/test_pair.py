@@ -7,6 +7,7 @@ import gc
 import inspect
 import json
 import pickle
+import re
 import shutil
 import sys
 import weakref
@@ -624,9 +625,19 @@ def test_a_pair_links_weights_and_copies_the_rest(folder: Path, tmp_path: Path) 
     assert 'license: "apache-2.0"\n' in card
 
 
-def test_what_is_no_pair_is_refused_and_nothing_is_left(folder: Path, tmp_path: Path) -> None:
+def test_what_is_no_pair_is_refused_and_nothing_is_left(
+    folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Promise: one sentence before the folder is there."""
     save_checkpoint(make_drafter(), tmp_path / "drafter")
+    sources = tmp_path_factory.mktemp("sources")
+
+    def changed(number: int, **fields: Any) -> Path:
+        copy = Path(shutil.copytree(DRAFTER, sources / str(number)))
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps({**config, **fields}))
+        return copy
+
     out = tmp_path / "out"
     for arguments, keywords, said in (
         ((TARGET, DRAFTER, folder), {}, "exists: name a folder that does not"),
@@ -640,11 +651,28 @@ def test_what_is_no_pair_is_refused_and_nothing_is_left(folder: Path, tmp_path: 
             {"settings": {"block_size": 99}},
             "block_size=99 cannot be a setting of this pair: use 2 to 16,",
         ),
+        ((TARGET, changed(1, block_size="16"), out), {}, "^block_size='16' is not a whole number: write it without"),
+        ((TARGET, changed(2, auto_map=["x"]), out), {}, r"^auto_map=\['x'\] is not an object"),
         ((TARGET, DRAFTER, out), {"on_error": "ignore"}, "on_error='ignore': use raise or plain"),
     ):
         with pytest.raises(ValueError, match=said):
             make_pair(*arguments, **keywords)
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("shard", ["../secret.txt", "model-00002-of-00002.safetensors", None])
+def test_an_index_that_names_no_files_of_its_folder_is_refused(shard: str | None, copy: bool, tmp_path: Path) -> None:
+    """Bug: a file beside the target's folder was linked into the pair or copied beside it, and an absent shard was linked."""
+    (tmp_path / "secret.txt").write_text("mine")
+    target = Path(shutil.copytree(TARGET, tmp_path / "target"))
+    (target / "model.safetensors").unlink()
+    index = {} if shard is None else {"weight_map": {"norm.weight": shard}}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    said = "holds no weight_map" if shard is None else f"names '{re.escape(shard)}', which is no file beside it"
+    with pytest.raises(ValueError, match=f"index.json {said}"):
+        make_pair(target, DRAFTER, tmp_path / "pairs" / "pair", copy=copy)
+    assert list((tmp_path / "pairs").iterdir()) == []
 
 
 def test_a_drafter_of_the_hub_is_named_with_its_commit(

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +18,10 @@ from dflash.common.messages import first_line, is_out_of_memory
 from dflash.dialects import dialect_of
 
 from .engine_readings import Config, Reading, decoder_fields, either, mapping, meant, nested_fields, whole_number
+from .findings import CONFIG, WEIGHTS
 
 
-CONFIG = "config.json"
+INDEX = f"{WEIGHTS}.index.json"
 # Files of a drafter that the rules look at, and of a target.
 DRAFTER_FILES = ["*.json", "*.safetensors", "*.py", "mask_embedding.pt"]
 TARGET_FILES = [CONFIG, "generation_config.json", "tokenizer.json"]
@@ -111,13 +113,23 @@ def read_checkpoint(drafter: str | os.PathLike[str]) -> Checkpoint:
     files = tuple(sorted(path.name for path in folder.iterdir() if path.is_file()))
     tensors: dict[str, Tensor] = {}
     unreadable: dict[str, str] = {}
-    for file in files:
-        if file.endswith(".safetensors"):
+    for file in _weight_files(folder):
+        if file in files:
             try:
                 tensors |= safetensors_header(folder / file)
             except ValueError as error:
                 unreadable[file] = str(error)
     return Checkpoint(name, folder, config, files, tensors, unreadable)
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """The safetensors that transformers reads: the one file, or else those that the index names."""
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    index: dict[str, Any] = {}
+    with suppress(ValueError):  # a rule says what is wrong with it
+        index = read_json(folder / INDEX, "")
+    return sorted(set(map(str, mapping(index.get("weight_map")).values())))
 
 
 def read_json(path: Path, absent: str) -> dict[str, Any]:
@@ -153,19 +165,22 @@ def safetensors_header(path: Path) -> dict[str, Tensor]:
     missing = 8 + length + end - size
     if missing > 0:
         raise ValueError(f"it is truncated: {missing} bytes are missing")
+    if missing < 0:
+        raise ValueError(f"it holds {-missing} bytes after its tensors")
     return tensors
 
 
 def is_finite(path: Path, name: str) -> bool:
-    """Whether a tensor of a safetensors file holds neither NaN nor infinity; it is read in pieces."""
-    from safetensors import SafetensorError, safe_open
+    """Whether a tensor of a safetensors file holds neither NaN nor infinity; it is read in pieces.
+
+    SafetensorError for a file that the library does not read.
+    """
+    from safetensors import safe_open
 
     try:
         with safe_open(path, "pt") as file:
             pieces = file.get_tensor(name).flatten().split(PIECE)
             return all((piece.float() if piece.itemsize == 1 else piece).isfinite().all() for piece in pieces)
-    except SafetensorError:  # a dtype that only a newer version of the library knows
-        return True
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

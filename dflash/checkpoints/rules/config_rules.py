@@ -213,7 +213,7 @@ def _window(checkpoint: Checkpoint) -> Iterator[Finding]:
     """The window of sliding layers: there, and switched on."""
     fields = checkpoint.fields
     window = fields.get("sliding_window")
-    swa_window = checkpoint.nested.get("swa_window_size")
+    swa_window = checkpoint.either("swa_window_size")
     is_qwen3 = fields.get("model_type", checkpoint.config.get("model_type")) == "qwen3"
     if whole_number(window) is None and whole_number(swa_window) is None:
         yield error(

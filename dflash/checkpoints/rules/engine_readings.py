@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from dflash.dialects import ASSISTANT, SPECULATORS, dialect_of, is_list_of_layers, rope_theta
+from dflash.dialects import ASSISTANT, SPECULATORS, ZLAB, dialect_of, is_list_of_layers, rope_theta
 from dflash.model.configuration_dflash import is_whole_number
 
 
@@ -165,8 +165,12 @@ def _meant_attention(config: Config) -> tuple[LayerAttention, ...]:
         return _attention(types, window, False)
     if kind == SPECULATORS:  # sliding layers are causal unless it says otherwise; full layers never are
         return _attention(types, window, False if config.get("sliding_window_non_causal") else None)
+    nested = nested_fields(config)
     if config.get("is_causal") is None:  # JetSpec's name, which no engine reads
-        config = {**config, "is_causal": nested_fields(config).get("causal_head")}
+        config = {**config, "is_causal": nested.get("causal_head")}
+    if kind == ZLAB:  # engines read these in `dflash_config` alone
+        flags = {name: nested.get(name) or config.get(name) for name in ("use_swa", "swa_window_size")}
+        config = {**config, "dflash_config": {**nested, **flags}}
     return _vllm_attention(config, types, window)
 
 

@@ -12,7 +12,7 @@ from dflash.common.messages import first_line
 from dflash.common.version import __version__
 from dflash.dialects import ASSISTANT, portable_fields
 
-from .checkpoint_files import Checkpoint, read_json
+from .checkpoint_files import INDEX, Checkpoint, read_json
 from .engine_readings import mapping
 from .findings import ALL, CONFIG, CONVERT, TRANSFORMERS, WEIGHTS, Finding, all_but, error, note, warning
 
@@ -28,7 +28,7 @@ SAMPLING_FIELDS = ("do_sample", "temperature", "top_p", "top_k", "repetition_pen
 
 def files(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Pickles, absent or broken weights, and files that belong to a model that generates."""
-    has_safetensors = any(name.endswith(".safetensors") for name in checkpoint.files)
+    has_safetensors = WEIGHTS in checkpoint.files or INDEX in checkpoint.files
     for name in checkpoint.files:
         if name == "mask_embedding.pt":
             yield error(
@@ -56,10 +56,11 @@ def files(checkpoint: Checkpoint) -> Iterator[Finding]:
                 name,
             )
     if not has_safetensors:
-        yield error("weights", None, "there are no weights.", "save them as safetensors.", file=WEIGHTS)
+        why = f"there is no {WEIGHTS} and no index of shards, by which loaders find the weights."
+        yield error("weights", None, why, "save them as safetensors.", file=WEIGHTS)
     for name, reason in checkpoint.unreadable.items():
         yield error("weights", name, f"{reason}.", "fetch or save the file again.", ALL, name)
-    yield from _missing_shards(checkpoint, checkpoint.folder / f"{WEIGHTS}.index.json")
+    yield from _missing_shards(checkpoint, checkpoint.folder / INDEX)
     for name in SAMPLING_FIELDS:
         if name in checkpoint.config:
             yield note(

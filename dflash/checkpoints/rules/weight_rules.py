@@ -3,15 +3,16 @@
 import re
 from collections.abc import Iterator
 
-from dflash.dialects import COPIES_OF_THE_TARGET, ZLAB
+from dflash.common.messages import first_line
+from dflash.dialects import COPIES_OF_THE_TARGET, TENSOR_NAMES, ZLAB
 
 from .checkpoint_files import Checkpoint, is_finite
 from .engine_readings import num_layers
 from .file_rules import own_config
-from .findings import ALL, CONVERT, RETRAIN, TRANSFORMERS, WEIGHTS, Finding, error, note, summary, warning
+from .findings import ALL, CONVERT, RETRAIN, TRANSFORMERS, WEIGHTS, Finding, all_but, error, note, summary, warning
 
 
-ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+ALIASES = ("encoder.fc.weight", "encoder.output_norm_enc.weight")
 OWN_VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -89,7 +90,9 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 def _canonical(name: str) -> str:
     """The portable name of a stored tensor."""
     name = name.removeprefix("model.")
-    return ALIASES.get(name, name)
+    for pattern, portable in TENSOR_NAMES.items():
+        name = re.sub(pattern, portable, name)
+    return name
 
 
 def _foreign_names(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -108,6 +111,11 @@ def _foreign_names(checkpoint: Checkpoint) -> Iterator[Finding]:
             ("trtllm", "mlx"),
             WEIGHTS,
         )
+    others = [name for name in checkpoint.tensors if _canonical(name) != name and name not in (*prefixed, *aliased)]
+    if others:
+        why = "engines know these tensors by other names."
+        file = checkpoint.tensors[others[0]].file
+        yield error(summary(others), None, why, f"{CONVERT}.", all_but("remote-code"), file)
 
 
 def _shape_hint(name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> str:
@@ -122,9 +130,20 @@ def _shape_hint(name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> st
 
 
 def finite(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """No weight that is NaN or infinite."""
+    """Files that safetensors reads, and no weight that is NaN or infinite."""
+    from safetensors import SafetensorError
+
     tensors = checkpoint.tensors
-    broken = [name for name in tensors if not is_finite(checkpoint.folder / tensors[name].file, name)]
+    broken = []
+    for name, tensor in tensors.items():
+        try:
+            if not is_finite(checkpoint.folder / tensor.file, name):
+                broken.append(name)
+        except SafetensorError as reason:
+            why = f"safetensors cannot read it ({first_line(reason)})."
+            fix = "fetch or save the file again, or install a newer version of safetensors."
+            yield error("weights", tensor.file, why, fix, TRANSFORMERS, tensor.file)
+            return
     if broken:
         yield error(
             summary(broken),
