@@ -141,6 +141,7 @@ class DrafterCallback(TrainerCallback):
         self._drafting = drafting
         self._settings_before = drafting.settings
         drafting.settings = {"adaptive": True, **drafting.settings, "history": self.history}
+        self.best_tau = self.seconds = self._logged_seconds = 0.0
         self._clock = stopwatch()
 
     def _watch(self, sequences: Any, blocks: Any) -> None:

@@ -61,7 +61,7 @@ def load_embedded_pair(
 
 def heldout_problems() -> list[Problem]:
     """Problems that neither model was trained on."""
-    lines = embedded_path("heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = embedded_path("heldout.jsonl").read_text(encoding="utf-8").split("\n")
     return [Problem(**json.loads(line)) for line in lines if line.strip()]
 
 

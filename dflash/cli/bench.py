@@ -105,9 +105,9 @@ def bench(
         }
         plan = BenchPlan(measured.max_new_tokens, measured.repeats, methods, measured.profiled)
         figures = run_bench(pair.target, pair.drafter, encoded, plan, facts, bar)
-        print_result(figures, result.as_json, show)
         if output is not None:
             write_result(output, figures)
+    print_result(figures, result.as_json, show)
     if output is not None:
         written = _plots(figures, output)
         if not result.as_json:
@@ -120,12 +120,13 @@ def _pair(target: str | None, drafter: str | None, models: BenchModels) -> Pair:
 
     from dflash.checkpoints import load_embedded_pair
 
-    known_device(models.device)
+    device = known_device(None if models.device == "auto" else models.device)
     if models.threads is not None:
         torch.set_num_threads(models.threads)
     if target is not None and drafter is not None:
         return load_pair(target, drafter, models)
-    return Pair(*load_embedded_pair("float32" if models.dtype == "auto" else models.dtype))
+    embedded = Pair(*load_embedded_pair("float32" if models.dtype == "auto" else models.dtype))
+    return embedded._replace(target=embedded.target.to(device), drafter=embedded.drafter.to(device))
 
 
 def _plots(result: dict[str, Any], output: Path) -> list[Path]:

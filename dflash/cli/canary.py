@@ -78,6 +78,8 @@ def canary(
     levels = tuple(sorted(set(numbers(requests.concurrency, "--concurrency", least=1))))
     for path in filter(None, (output, plot)):
         check_output(path, overwrite)
+    if output is not None and plot is not None and output.resolve() == plot.resolve():
+        raise ValueError(f"--plot {plot} is the file that --output writes: give it another name.")
     dialogues = heldout_dialogues() if prompts is None else read_prompts(prompts)
     key = api_key(servers.api_key_env)
 

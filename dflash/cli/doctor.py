@@ -67,9 +67,9 @@ def doctor(
         {"target": public_name(target), "drafter": public_name(drafter)},
         bar,
     )
-    print_result(findings, result.as_json, _show)
     if result.output is not None:
         write_result(result.output, findings)
+    print_result(findings, result.as_json, _show)
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -65,8 +65,11 @@ def generate(
     decoding: RequestOptions,
 ) -> None:
     """Writes the target's answer to PROMPT with any pair, streamed block by block."""
-    if shown.compare and (shown.as_json or decoding.temperature or shown.trace):
-        raise ValueError("--compare shows two greedy texts: leave out --json, --temperature and --trace.")
+    is_sampled = decoding != RequestOptions(decoding.max_new_tokens)
+    if shown.compare and (shown.as_json or is_sampled or shown.trace):
+        raise ValueError(
+            "--compare shows two greedy texts: leave out --json, --temperature, --top-p, --top-k, --seed and --trace."
+        )
     request = decoding.request()
     check_trace_file(shown.trace)
     text = checked_prompt(standard_input() if prompt == "-" else prompt)

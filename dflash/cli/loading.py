@@ -257,7 +257,7 @@ def read_prompts(path: Path) -> list[Dialogue]:
     Answers of the assistant at the end of a chat are left out: the models write them.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()  # Windows begins files with a mark
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # Windows begins files with a mark
     except (OSError, UnicodeDecodeError) as error:
         fault = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is no text in UTF-8"
         raise ValueError(f"--prompts {path} {fault}: name a file of one prompt a line.") from error

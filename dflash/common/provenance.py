@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
 
 
@@ -70,7 +71,7 @@ def versions() -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line of this process without the paths of this machine; a Hub id keeps its slash."""
+    """The command line of this process without passwords of URLs and paths of this machine; a Hub id keeps its slash."""
     program = Path(sys.argv[0]).resolve()
     is_script = program.suffix == ".py" and program.name != "__main__.py"  # `python -m dflash` is `dflash`
     words = [f"{program.parent.name}/{program.name}" if is_script else "dflash"]
@@ -80,8 +81,10 @@ def command() -> str:
         if word.startswith("--") and "=" in word:
             name, _, value = word.partition("=")
             option = f"{name}="
-        if os.path.isabs(os.path.expanduser(value)):
-            value = Path(value).name
+        value = re.sub(r"(?<=://)[^/\s]*@", "", value)
+        path = Path(value)
+        if os.path.isabs(os.path.expanduser(value)) or ".." in path.parts:
+            value = path.name
         words.append(option + value)
     return shlex.join(words)
 
@@ -95,12 +98,19 @@ def public_name(source: str | os.PathLike[str] | None) -> str | None:
 
 
 def revision() -> str:
-    """The commit of this code; empty if it is no checkout."""
-    words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    """The commit of this code; empty if it is no checkout, as in an environment inside a checkout of something else."""
+    file = Path(__file__)
+    is_ours = _git(file.parent, "ls-files", file.name)
+    return _git(file.parent, "rev-parse", "--short", "HEAD") if is_ours else ""
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What git says in a folder; empty after an error."""
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
     except OSError:  # no git
         return ""
+    return done.stdout.strip()
 
 
 def _cpu_name() -> str:

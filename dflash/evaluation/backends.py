@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_utils import PreTrainedModel
 
+from dflash.common.fingerprints import config_fingerprint, model_fingerprint
 from dflash.common.logits import check_logits
 from dflash.common.provenance import environment
 from dflash.model.cache_dflash import CACHE_NAME
@@ -64,11 +65,19 @@ def pair_backend(
     return Backend(
         begin,
         max_new_tokens,
-        environment(target, drafter),
+        {**environment(target, drafter), **_fingerprints("target", target), **_fingerprints("drafter", drafter)},
         {"caches_kept_between_turns": [name for name in begin() if name in keeping]},
         PeakMemory(target.device.type == "cuda"),
         None if limit is None else limit - max_new_tokens,
     )
+
+
+def _fingerprints(role: str, model: PreTrainedModel) -> dict[str, str]:
+    """By which a model is known that was trained on in its folder."""
+    return {
+        f"{role}_weights": model_fingerprint(model),
+        f"{role}_config": config_fingerprint(model.config, getattr(model, "generation_config", None)),
+    }
 
 
 def pair_dialogues(
@@ -153,7 +162,7 @@ def server_backend(
         (OURS, server, model),
     ):
         served = asked.only_model(model_name)
-        methods[name] = partial(_timed, asked, served, tokenizer, longest)
+        methods[name] = partial(_timed, asked, served, tokenizer, longest, is_plain=name == PLAIN)
         servers[name] = {"url": asked.url, "model": served}
         engine = asked.engine()
         if engine is not None:
@@ -162,8 +171,15 @@ def server_backend(
     return Backend(lambda: dict(methods), longest, setup, {"servers": servers})
 
 
-def _timed(server: Server, model: str, tokenizer: Any, max_new_tokens: int, input_ids: torch.Tensor) -> TimedRun:
-    """The time of a request; the counters are read outside the clock."""
+def _timed(
+    server: Server,
+    model: str,
+    tokenizer: Any,
+    max_new_tokens: int,
+    input_ids: torch.Tensor,
+    is_plain: bool = False,
+) -> TimedRun:
+    """The time of a request; the counters are read outside the clock. Without them a plain step gives one token."""
     before = server.counters()
     prompt_ids = input_ids[0].tolist()
     reply = server.complete(model, prompt_ids, max_new_tokens, tokenizer)
@@ -172,14 +188,15 @@ def _timed(server: Server, model: str, tokenizer: Any, max_new_tokens: int, inpu
     if not token_ids:
         token_ids = tokenizer(reply.text, add_special_tokens=False)["input_ids"]
     lengths: list[int] = []
-    num_steps = reply.num_tokens - 1
+    num_forwards = reply.num_tokens if is_plain or reply.num_tokens == 1 else None
     if drafts is not None:
         lengths = drafts.acceptance_lengths
-        num_steps = len(lengths) or round(drafts.steps) or num_steps
+        num_steps = len(lengths) or round(drafts.steps)
+        num_forwards = 1 + num_steps if num_steps else num_forwards
     return TimedRun(
         token_ids,
         reply.seconds,
         reply.seconds_to_first_token,
-        1 + num_steps,
+        num_forwards,
         lengths,
     )

@@ -268,7 +268,9 @@ def changes(setup: Setup, target: PreTrainedModel, tokenizer: Any, dialogues: Se
 
     def prompts(setup: Setup) -> list[list[int]]:
         encode = chat_encoder(tokenizer, setup.thinking, setup.chat_template)
-        return [encode(dialogue)[0].tolist() for dialogue in dialogues]
+        with suppress(ValueError):  # which the trial says
+            return [encode(dialogue)[0].tolist() for dialogue in dialogues]
+        return []
 
     own_prompts = prompts(setup)
     other = replace(setup, thinking=not setup.thinking)

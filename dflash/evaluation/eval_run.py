@@ -10,6 +10,7 @@ from dflash.common.files import check_output, check_writable, only_writer
 from dflash.common.fingerprints import fingerprint
 from dflash.common.provenance import public_name, record, write_result
 from dflash.common.runs import Run
+from dflash.common.version import __version__
 
 from .backends import Backend
 from .journal import Journal, key
@@ -38,7 +39,8 @@ class EvalPlan:
 # Fields of the environment that a kept answer depends on.
 DEPENDS_ON = (
     "torch", "transformers", "cpu", "threads", "device", "target_dtype", "drafter_dtype", "attention",
-    "target_parameters", "drafter_parameters", "block_size",
+    "target_parameters", "drafter_parameters", "block_size", "target_weights", "target_config", "drafter_weights",
+    "drafter_config", "engine",
 )  # fmt: skip
 
 
@@ -58,13 +60,17 @@ def questions_of(plan: EvalPlan) -> list[Question]:
 def check_eval_output(output: Path, overwrite: bool = False) -> None:
     """Raises ValueError or OSError if [`run_eval`] could not write `output`: asked before models are loaded.
 
-    A result with its journal beside it may be continued. Any other file is replaced only with `overwrite`.
+    A result with its journal beside it may be continued. Any other result is replaced only with `overwrite`, and a file that
+    has the journal's name and is none stays.
     """
     check_writable(output)
+    if output.suffix != ".json":  # its journal would be another's too
+        raise ValueError(
+            f"The output {output} must end in .json, and its journal beside it ends in .jsonl: rename it."
+        )
     journal = output.with_suffix(".jsonl")
-    if journal == output:
-        raise ValueError(f"The output {output} must not end in .jsonl, as its journal does: end it in .json.")
     check_writable(journal)
+    Journal(journal, {}).parts()
     check_output(output, overwrite or journal.exists())
 
 
@@ -149,7 +155,7 @@ def _decoding(plan: EvalPlan, backend: Backend, tokenizer: Any) -> dict[str, Any
 def _journal(output: Path, backend: Backend, decoding: dict[str, Any], rank: int) -> Journal:
     """This process's journal beside `output`. The answers in it depend on the machine and on `decoding`."""
     settings = {name: backend.environment.get(name) for name in DEPENDS_ON}
-    settings |= decoding
+    settings |= {"dflash": __version__, **decoding}
     if settings["chat_template"] is not None:
         settings["chat_template"] = fingerprint(settings["chat_template"])
     path = output.with_suffix(".jsonl")

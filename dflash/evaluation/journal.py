@@ -12,6 +12,10 @@ from .task_answers import TaskAnswer
 from .tasks import Question
 
 
+# With which a journal begins.
+BEGINNING = b'{"settings":'
+
+
 class Journal(JsonLines):
     """The file of finished questions. Its first line holds the settings that the answers depend on.
 
@@ -22,6 +26,18 @@ class Journal(JsonLines):
     def __init__(self, path: Path, settings: dict[str, Any], rank: int = 0) -> None:
         super().__init__(path, rank)
         self._settings = json.loads(json.dumps(settings))
+
+    def parts(self) -> list[Path]:
+        """The parts that hold anything; ValueError if one is no journal, so that nothing else is cut, replaced or deleted."""
+        parts = super().parts()
+        for part in parts:
+            with part.open("rb") as file:
+                beginning = file.read(len(BEGINNING))
+            if not BEGINNING.startswith(beginning):  # of a run that was killed at once there is less
+                raise ValueError(
+                    f"{part} is no journal of an evaluation, and one would be written there: name another --output."
+                )
+        return parts
 
     def read(self) -> dict[str, list[TaskAnswer]]:
         """Finished questions of all processes by [`key`]; ValueError if a part was begun with other settings."""

@@ -39,7 +39,7 @@ class Measurement:
     prompt_index: int
     method: str
     num_tokens: int
-    num_forwards: int
+    num_forwards: int | None
     acceptance_lengths: list[int]
     is_identical: bool  # whether every repeat gives the first method's first text
     seconds: list[float]
@@ -155,8 +155,8 @@ def _speed(chosen: Sequence[Measurement], plain: Sequence[Measurement]) -> Row:
     ms_after_first = 1e3 * (seconds - to_first)
     prompts = len(chosen)
     tokens = sum(m.num_tokens for m in chosen)
-    forwards = sum(m.num_forwards for m in chosen)
-    steps = forwards - prompts
+    forwards = [m.num_forwards for m in chosen if m.num_forwards is not None]
+    steps = sum(forwards) - prompts if len(forwards) == prompts else 0
     return {
         "tokens": tokens,
         "tokens_per_second": ratio(tokens, seconds),

@@ -29,16 +29,18 @@ class PeakMemory:
             with suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as peak:
                 peak.write("5")
 
-    def read(self) -> int:
-        """Bytes at the peak since `reset`."""
+    def read(self) -> int | None:
+        """Bytes at the peak since `reset`; `None` on Windows, which does not say."""
         if self._devices:
             return sum(torch.cuda.max_memory_allocated(device) for device in self._devices)
         try:
             with open("/proc/self/status", encoding="ascii", errors="replace") as status:
                 return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
         except (OSError, StopIteration):
-            import resource
-
+            try:
+                import resource
+            except ModuleNotFoundError:
+                return None
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             return peak if sys.platform == "darwin" else 1024 * peak
 

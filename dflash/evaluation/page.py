@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+TITLE = b"<title>DFlash results</title>"
+
 
 class Drawing(NamedTuple):
     """A figure that a result has rows for: its name in file names, a sentence or two, and what draws it.
@@ -43,7 +45,7 @@ def write_page(paths: Sequence[str | Path], folder: str | Path) -> Path:
     Paths are result files, folders of them, and checkpoints that `dflash train` has written.
 
     Raises:
-        ValueError: A file is no result, or no file has rows; nothing is written then.
+        ValueError: A file is no result, no file has rows, or `index.html` is another page; nothing is written then.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -60,6 +62,9 @@ def write_page(paths: Sequence[str | Path], folder: str | Path) -> Path:
             "train."
         )
     folder = Path(folder)
+    page = folder / "index.html"
+    if page.exists() and TITLE not in page.read_bytes():
+        raise ValueError(f"{page} is no page of results and would be replaced: name another --output.")
     folder.mkdir(parents=True, exist_ok=True)
     sections = [_section(name, result, folder) for name, result in results.items()]
     templates = Environment(
@@ -69,7 +74,6 @@ def write_page(paths: Sequence[str | Path], folder: str | Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page = folder / "index.html"
     page.write_text(templates.get_template("page.html").render(sections=sections), encoding="utf-8")
     return page
 

@@ -116,10 +116,9 @@ def step_split(run: Run, input_ids: torch.Tensor, target: PreTrainedModel, draft
             totals[part] += 1e3 * (ended - began)
         else:
             totals[part] += began.elapsed_time(ended)
-    num_steps = timed.num_forwards - 1
-    divisor = max(num_steps, 1)
+    divisor = max(timed.num_steps, 1)
     return StepSplit(
-        num_steps,
+        timed.num_steps,
         totals["draft"] / divisor,
         totals["verify"] / divisor,
         totals["rest"] / divisor,
@@ -177,9 +176,8 @@ def host_syncs(run: Run, input_ids: torch.Tensor, device: torch.device) -> float
     counts: list[int] = []
     with counter:
         timed = run(input_ids, lambda *_: counts.append(counter.total()))
-    num_steps = timed.num_forwards - 1
     num_syncs = counter.total() - counts[0]
-    return num_syncs / max(num_steps, 1)
+    return num_syncs / max(timed.num_steps, 1)
 
 
 class _ReadCounter(TorchFunctionMode):

@@ -25,6 +25,19 @@ PREAMBLE = (
     "sys.setrecursionlimit(50000)\n"
 )
 
+# A fenced block by its language, to the end of the answer if it is cut. Of Python a block may begin within a line.
+BLOCK = re.compile(
+    r"(?:^[ \t]*```[ \t]*(\w*)[^\n`]*|```[ \t]*(?:python|py|python3)?[ \t]*)\n(.*?)(?:```|\Z)",
+    re.DOTALL | re.IGNORECASE | re.MULTILINE,
+)
+PYTHON = ("", "python", "py", "python3")
+
+# What Python takes at the beginning of a program alone.
+FUTURE_IMPORT = re.compile(r"^from __future__ import (?:\([^)]*\)|.*)", re.MULTILINE)
+
+# A result after hashes. Words after them are a heading.
+AFTER_HASHES = re.compile(r"####+\s*(?![A-Za-z]{2})([^#\s].*)")
+
 # Of a LiveCodeBench row's private tests, which are some ten megabytes on average.
 MAX_INFLATED_BYTES = 2**29
 
@@ -65,10 +78,9 @@ def _math(answer: str, reference: str, limits: Limits) -> bool:
     r"""Equal as mathematics: \boxed{…}, `#### n`, or a number named as the answer."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    _, hashes, result = answer.rpartition("####")
-    if hashes and "\\boxed" not in answer:
-        line = result.strip().split("\n")[0]
-        number = re.sub(r"[,$]", "", line).rstrip(". ")
+    results = AFTER_HASHES.findall(answer)
+    if results and "\\boxed" not in answer:
+        number = re.sub(r"[,$]", "", results[-1]).rstrip(". ")
         answer = f"\\boxed{{{number}}}"
     # The last number alone would be a chance hit in an answer that was cut.
     configs = [
@@ -86,7 +98,7 @@ def _humaneval(answer: str, reference: Mapping[str, str], limits: Limits) -> boo
     code = extract_code(answer, head)
     # The prompt's imports and helpers come first; its unfinished function is valid with its docstring alone.
     between = "\n" if head in code else ""
-    program = reference["prompt"] + between + code
+    program = _future_first(reference["prompt"] + between + code)
     tests = f"{reference['test']}\n\ncheck({name})"
     return _passes(program, tests, limits)
 
@@ -98,7 +110,7 @@ def _mbpp(answer: str, reference: Mapping[str, Any], limits: Limits) -> bool:
 
 
 def _livecodebench(answer: str, reference: Mapping[str, str], limits: Limits) -> bool:
-    program = PREAMBLE + extract_code(answer)
+    program = _future_first(PREAMBLE + extract_code(answer))
     tests = _livecodebench_tests(reference)
     if any(test["testtype"] == "functional" for test in tests):
         metadata = json.loads(reference["metadata"] or "{}") or {}
@@ -122,10 +134,15 @@ SCORERS: dict[str, Scorer] = {"math": _math, "humaneval": _humaneval, "mbpp": _m
 
 
 def extract_code(answer: str, wanted: str = "") -> str:
-    """The last fenced block with `wanted`, else the last block, else the whole answer; a cut block runs to the end."""
-    blocks = re.findall(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)(?:```|\Z)", answer, re.DOTALL | re.IGNORECASE)
+    """The last block of Python with `wanted`, else the last one, else the whole answer; a cut block runs to the end."""
+    blocks = [block for language, block in BLOCK.findall(answer) if language.lower() in PYTHON]
     holding = [block for block in blocks if wanted in block]
     return (holding or blocks or [answer])[-1]
+
+
+def _future_first(program: str) -> str:
+    """The program with its imports from `__future__` before what stands there."""
+    return "\n".join([*FUTURE_IMPORT.findall(program), FUTURE_IMPORT.sub("", program)])
 
 
 def _passes(program: str, tests: str, limits: Limits) -> bool:

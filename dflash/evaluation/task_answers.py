@@ -116,7 +116,9 @@ def answer_questions(
                 name: tokenizer.decode(run.token_ids, skip_special_tokens=True) for name, run in rounds[0].items()
             }
             is_last = turn == len(question.turns) - 1
-            scores = _scores(question, texts, limits) if is_last else {}
+            opening = _open_thought(tokenizer, input_ids)
+            said = {name: opening + text for name, text in texts.items()}
+            scores = _scores(question, said, limits) if is_last else {}
             for measurement in measured(question.task, turn, rounds):
                 answers.append(
                     TaskAnswer(
@@ -139,10 +141,18 @@ def _watched(methods: dict[str, Method], memory: PeakMemory, peaks: dict[str, in
     def run(name: str, input_ids: torch.Tensor) -> TimedRun:
         memory.reset()
         timed = methods[name](input_ids)
-        peaks[name] = max(peaks.get(name, 0), memory.read())
+        peak = memory.read()
+        if peak is not None:
+            peaks[name] = max(peaks.get(name, 0), peak)
         return timed
 
     return {name: partial(run, name) for name in methods}
+
+
+def _open_thought(tokenizer: Any, input_ids: torch.Tensor) -> str:
+    """The `<think>` with which some chat templates end a prompt, where an answer would not repeat it; else nothing."""
+    prompt = tokenizer.decode(input_ids[0].tolist(), skip_special_tokens=True)
+    return "<think>" if prompt.rstrip().endswith("<think>") else ""
 
 
 def _scores(question: Question, texts: dict[str, str], limits: Limits) -> dict[str, bool]:

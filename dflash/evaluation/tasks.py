@@ -3,6 +3,7 @@
 Prompts are those of the paper's published benchmark.
 """
 
+import glob
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -179,7 +180,7 @@ def _local_rows(task: Task, root: Path) -> Any:
         raise FileNotFoundError(f"{root} holds no rows of {task.name}: put them into {files} there.")
     remedy = f"get the data set {task.address} again"
     try:
-        return datasets.load_dataset("json", data_files=str(paths[0]), split="train")
+        return datasets.load_dataset("json", data_files=glob.escape(str(paths[0])), split="train")
     except StopIteration as error:  # what the library makes of no bytes
         raise ValueError(f"{paths[0]} is empty: {remedy}.") from error
     except (ValueError, RecursionError, datasets.exceptions.DatasetGenerationError) as error:

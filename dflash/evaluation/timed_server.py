@@ -110,7 +110,8 @@ class Server(OpenAIClient):
             for chunk in _chunks(response, where):
                 now = time.perf_counter()
                 piece = _read_chunk(chunk, where)
-                if piece.text or piece.ends:  # the end may be a token without a text
+                # Half a character and the end may be tokens without a text.
+                if piece.text or piece.token_ids or piece.ends:
                     pieces.append(piece)
                     times.append(now - began)
                 if isinstance(chunk.get("usage"), dict):

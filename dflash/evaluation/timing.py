@@ -36,7 +36,7 @@ class TimedRun:
     token_ids: list[int]  # the new ones; of a batch, one sequence after the other
     seconds: float  # to the last token
     seconds_to_first_token: float
-    num_forwards: int  # of the target, the prompt's included
+    num_forwards: int | None  # of the target, the prompt's included; `None` if a server does not count them
     acceptance_lengths: list[int]  # per verify step, accepted proposals + 1, before stop and length cuts; else empty
     lookup_steps: tuple[int, ...] = ()  # indices of the verify steps that have looked-up proposals
     num_compilations: int = 0  # graphs that `torch.compile` made meanwhile: 0 after a warm-up
@@ -62,10 +62,14 @@ class TimedRun:
         return tau(self.acceptance_lengths)
 
     @property
+    def num_steps(self) -> int:
+        """Forwards of the target after the prompt's; 0 if they are not known."""
+        return (self.num_forwards or 1) - 1
+
+    @property
     def tokens_per_step(self) -> float:
         """Tokens kept, without the prefill's, per forward of the target after the prefill; NaN if there is none."""
-        steps = self.num_forwards - 1
-        return (len(self.token_ids) - 1) / steps if steps else float("nan")
+        return (len(self.token_ids) - 1) / self.num_steps if self.num_steps else float("nan")
 
 
 def draft_lengths(acceptance_lengths: Sequence[int], lookup_steps: Sequence[int]) -> list[int]:

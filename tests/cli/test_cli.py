@@ -263,6 +263,9 @@ def test_export_leaves_what_is_not_a_checkpoint(run: Any, tmp_path: Path, name: 
     [
         (["generate", "{pair}", ""], "prompt is empty"),
         (["generate", "{pair}", "a", "--compare", "--json"], "--compare"),
+        (["generate", "{pair}", "a", "--compare", "--top-p", "0.5"], "--compare"),
+        (["generate", "{pair}", "a", "--compare", "--top-k", "0"], "--compare"),
+        (["generate", "{pair}", "a", "--compare", "--seed", "1"], "--compare"),
         (["generate", "--target", "/no/such/folder", "--drafter", "x", "a"], "--target /no/such/folder"),
         (["generate", "--target", "{empty}", "--drafter", "x", "a"], "config.json"),
         (["generate", "--target", "{truncated}", "--drafter", "{drafter}", "a"], "cannot be read"),
@@ -286,6 +289,38 @@ def test_bad_input_gets_one_sentence(
     assert said in err
     assert len([line for line in err.splitlines() if line.startswith("dflash: ")]) == 1
     assert "Traceback" not in err
+
+
+def test_lines_end_at_line_feeds_alone(
+    run: Any, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: they ended at form feeds and at separators of Unicode too, which JSON takes as they are."""
+    texts = ["a\u2028b", "a\x85b", "a\x0cb"]
+    (tmp_path / "p.txt").write_text("".join(f"{text}\r\n" for text in texts), encoding="utf-8", newline="")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": texts[0]}, ensure_ascii=False), encoding="utf-8")
+    assert loading.read_prompts(tmp_path / "p.txt") == [loading.question(text) for text in texts]
+    assert loading.read_prompts(tmp_path / "p.jsonl") == [loading.question(texts[0])]
+    row = {"question": texts[0], "answer": texts[1]}
+    (tmp_path / "heldout.jsonl").write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
+    monkeypatch.setattr(embedded, "embedded_path", lambda name: tmp_path / name)
+    assert [problem.question for problem in embedded.heldout_problems()] == [texts[0]]
+
+
+@pytest.mark.parametrize("command", ["bench", "doctor"])
+def test_a_measurement_is_written_before_it_is_printed(
+    command: str, run: Any, pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a pipe that was closed, or a terminal without its letters, lost it."""
+
+    def closed(*_: Any) -> None:
+        raise OSError("standard output is closed")
+
+    monkeypatch.setattr(f"dflash.cli.{command}.print_result", closed)
+    monkeypatch.setattr(f"dflash.evaluation.run_{command}", lambda *_: {"figures": 1}, raising=False)
+    models = pair if command == "bench" else pair[1::2]
+    status, _, err = run(command, *models, "--output", tmp_path / "out.json")
+    assert (status, "standard output is closed" in err) == (1, True)
+    assert json.loads((tmp_path / "out.json").read_text()) == {"figures": 1}
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,10 @@ def test_half_a_row_of_a_process_that_was_killed_is_cut_off(run: Any, tmp_path: 
         (("generate", "x", "--trace", "t.json"), "The trace t.json must be a file that ends in .jsonl"),
         (("generate", "x", "--trace", "."), "The trace . must be a file that ends in .jsonl"),
         (("generate", "x", "--trace", "busy.jsonl"), "busy.jsonl is being written by process"),
-        (("generate", "x", "--trace", "t.jsonl", "--compare"), "leave out --json, --temperature and --trace."),
+        (
+            ("generate", "x", "--trace", "t.jsonl", "--compare"),
+            "leave out --json, --temperature, --top-p, --top-k, --seed and --trace.",
+        ),
         (
             ("eval", "--prompts", "mine.jsonl", "--trace", "./mine.jsonl"),
             "--trace mine.jsonl is also a file that this command reads or writes: name another file.",

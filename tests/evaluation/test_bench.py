@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -22,6 +23,8 @@ from typer.testing import CliRunner
 
 from dflash import generate_blocks
 from dflash.cli import app as cli
+from dflash.cli import bench
+from dflash.common import provenance
 from dflash.common.files import only_writer
 from dflash.common.provenance import command
 from dflash.evaluation import (
@@ -373,6 +376,43 @@ def test_a_command_is_recorded_without_the_machines_paths(monkeypatch):
     assert command() == "benchmarks/decode.py --methods 'dflash eager'"  # as it can be typed again
     monkeypatch.setattr(sys, "argv", ["/opt/dflash/__main__.py", "eval", "--output=/opt/r.json", "--tasks", "a,b"])
     assert command() == "dflash eval --output=r.json --tasks a,b"
+    monkeypatch.setattr(
+        sys, "argv", ["dflash", "eval", "--url", "http://me:s@crt@h:80/v1", "--baseline-url=https://u@h"]
+    )
+    assert command() == "dflash eval --url http://h:80/v1 --baseline-url=https://h"
+    monkeypatch.setattr(
+        sys, "argv", ["dflash", "train", "--init", "../priv/x", "--data", "a/../../priv/b.jsonl:0.7", "a/b"]
+    )
+    assert command() == "dflash train --init x --data b.jsonl:0.7 a/b"
+
+
+def test_the_revision_is_this_codes_and_not_that_of_a_project_around_it(tmp_path, monkeypatch):
+    """Bug: in an environment inside a checkout of something else it was that project's."""
+    for words in (
+        ["init", "-q"],
+        ["-c", "user.name=n", "-c", "user.email=e", "commit", "-q", "--allow-empty", "-m", "m"],
+    ):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    installed = tmp_path / ".venv" / "provenance.py"
+    installed.parent.mkdir()
+    installed.write_text("")
+    monkeypatch.setattr(provenance, "__file__", str(installed))
+    assert provenance.revision() == ""
+    subprocess.run(["git", "-C", str(tmp_path), "add", str(installed)], check=True)
+    assert re.fullmatch(r"[0-9a-f]{4,}", provenance.revision())
+
+
+def test_the_gpu_that_is_named_is_the_targets(monkeypatch):
+    """Bug: it was the current one, the first."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"the GPU {device}")
+    assert provenance.machine(torch.device("cuda", 3))["device"] == "the GPU cuda:3"
+
+
+def test_the_embedded_pair_is_measured_on_the_device_that_is_named(monkeypatch):
+    """Bug: --device was checked and then ignored."""
+    monkeypatch.setattr("dflash.cli.bench.known_device", lambda device: device)
+    target, drafter, _ = bench._pair(None, None, bench.BenchModels(device="meta"))
+    assert (target.device.type, drafter.device.type) == ("meta", "meta")
 
 
 def test_bench_writes_what_readers_need_and_says_in_a_log_how_far_it_is(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -116,6 +117,18 @@ def test_prompts_of_another_kind_than_those_of_the_training_are_named(
     result = run_doctor(target, setup, tokenizer, [dialogue], 16)
     assert result["advice"][0]["change"] == change
     assert result["advice"][0]["tau"] > 2
+
+
+def test_a_change_that_the_template_refuses_is_a_trial_that_says_so(pair: Any) -> None:
+    """Bug: a template that raises for the other thinking mode ended the doctor after the pair was measured."""
+    target, drafter, tokenizer = pair
+    tokenizer = copy.deepcopy(tokenizer)
+    refusal = "{% if enable_thinking %}{{ raise_exception('no thinking here') }}{% endif %}"
+    tokenizer.chat_template = refusal + tokenizer.chat_template
+    healthy, thinking, *_ = run_doctor(target, Setup(drafter), tokenizer, DIALOGUES[:1], 4)["summary"]
+    assert healthy["tau"] > 1
+    assert (thinking["change"], thinking["tau"]) == ("thinking on", None)
+    assert "no thinking here" in thinking["error"]
 
 
 def test_what_cannot_be_tried_is_said() -> None:

@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,7 @@ from dflash.evaluation import (
     run_eval,
     summarise_answers,
 )
-from dflash.evaluation.backends import PlainDialogue, keeping_methods, pair_dialogues
+from dflash.evaluation.backends import Backend, PlainDialogue, keeping_methods, pair_dialogues
 from dflash.evaluation.journal import Journal, key
 
 
@@ -140,6 +141,17 @@ def test_both_answers_are_scored_at_the_last_turn_alone() -> None:
     assert [answer.score for answer in answers] == [None, None, True, False]
     assert [row["score"] for row in summarise_answers(numbered(answers))] == [1.0, 0.0]
     assert [row["scored"] for row in summarise_answers(numbered(answers))] == [1, 1]
+
+
+@pytest.mark.parametrize(("prompt", "score"), [("<think>\n", False), ("<think>\n\n</think>\n\n", True)])
+def test_an_answer_that_is_cut_in_the_thought_that_its_prompt_opened_is_not_right(prompt: str, score: bool) -> None:
+    """Bug: "Maybe 7? No, wait" counted as 7."""
+    tokenizer = Saying()
+    tokenizer.decode = lambda ids, **options: prompt if len(ids) == 2 else "Maybe \\boxed{7}? No"  # type: ignore[method-assign]
+    question = Question("gsm8k", 0, ("a",), "7")
+    methods = {"plain": lambda ids: said([1])}
+    ((answer,),) = answer_questions([question], lambda: methods, lambda m: torch.ones(1, 2), tokenizer)
+    assert answer.score is score
 
 
 def test_question_without_an_answer_has_no_score() -> None:
@@ -339,6 +351,48 @@ def test_a_journal_of_half_a_line_holds_nothing(tmp_path: Path) -> None:
     assert Journal(tmp_path / "r.jsonl", {"a": 1}).read() == {}
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["gsm8k.jsonl", "gsm8k.part1.jsonl"])
+def test_a_file_that_is_no_journal_stays(
+    pair: tuple[Any, Any, Any], tmp_path: Path, name: str, overwrite: bool
+) -> None:
+    """Bug: a data set beside the output was cut and written over, or deleted with --overwrite."""
+    (tmp_path / name).write_text('{"question": "1 and 1?"}\n{"question": "2')
+    before = (tmp_path / name).read_bytes()
+    with pytest.raises(ValueError, match=rf"{name} is no journal .*: name another --output"):
+        run_pair(replace(PLAN, tasks=()), pair, output=tmp_path / "gsm8k.json", overwrite=overwrite)
+    assert (tmp_path / name).read_bytes() == before
+    assert list(tmp_path.iterdir()) == [tmp_path / name]
+
+
+@pytest.mark.parametrize("changed", ["target_weights", "drafter_weights", "drafter_config", "dflash"])
+def test_a_pair_that_was_trained_on_is_not_taken_for_the_one_before(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """Bug: trained into the same folder, it got the figures of its former weights."""
+    target, drafter, tokenizer = make_target(), make_drafter(), make_tokenizer()
+    plan, output = replace(PLAN, data_root=data_root, num_prompts=1), tmp_path / "r.json"
+    run_pair(plan, (target, drafter, tokenizer), output=output)
+    if changed == "dflash":
+        monkeypatch.setattr("dflash.evaluation.eval_run.__version__", "0.0")
+    elif changed == "drafter_config":
+        drafter.config.mask_token_id += 1
+    else:
+        model = target if changed == "target_weights" else drafter
+        next(model.parameters()).data.mul_(2)
+    with pytest.raises(ValueError, match=rf'begun with other settings \({changed}: "[^;]+\): give'):
+        run_pair(plan, (target, drafter, tokenizer), output=output)
+
+
+def test_other_engines_answer_anew(tmp_path: Path) -> None:
+    """Promise: of a server its engine is known, and not its weights."""
+    for number, engine in enumerate(["vllm 1", "vllm 2"]):
+        backend = Backend(lambda: {"a": lambda ids: said([1])}, 4, {"engine": engine, "device": None}, {})
+        question = Question("mine", 0, ("say 1",))
+        with pytest.raises(ValueError, match='engine: "vllm 1", now "vllm 2"') if number else nullcontext():
+            run_eval(replace(PLAN, tasks=()), [question], backend, make_tokenizer(), tmp_path / "r.json")
+
+
 class Sibling(Processes):
     """One of two processes, whose sibling's items are known."""
 
@@ -395,6 +449,18 @@ def test_peak_memory_is_that_of_the_run() -> None:
     if os.path.exists("/proc/self/clear_refs"):
         memory.reset()
         assert memory.read() < large - 100e6
+
+
+def test_a_system_that_does_not_say_its_peak_memory_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: an evaluation on Windows, which has neither file nor module, ended in ModuleNotFoundError."""
+
+    def absent(*_: Any, **__: Any) -> Any:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("builtins.open", absent)
+    monkeypatch.setitem(sys.modules, "resource", None)
+    answers = run_scripted(Question("mt-bench", 0, ("a",)), {"plain": lambda ids: said([1])}, [])
+    assert summarise_answers(numbered(answers))[0]["peak_memory_bytes"] is None
 
 
 def test_peak_memory_of_a_method_is_that_of_all_repeats() -> None:
@@ -679,7 +745,8 @@ def test_a_target_whose_logits_are_no_numbers_is_refused(methods: list[str]) -> 
     ("options", "message"),
     [
         (("--output", "old.json"), "old.json exists: pass overwrite (--overwrite)"),
-        (("--output", "r.jsonl"), "r.jsonl must not end in .jsonl"),
+        (("--output", "r.jsonl"), "r.jsonl must end in .json"),
+        (("--output", "eval.v1"), "eval.v1 must end in .json"),  # with eval.v2 it shared a journal
         (("--output", "."), "is a folder: name a file in it"),
         (("--output", "old.json/r.json"), "old.json is no folder"),
         (("--device", "nonsense"), "--device nonsense cannot be used"),

@@ -105,6 +105,17 @@ def test_page_states_every_figure_and_what_it_depends_on(run: Any, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("_undrawn")
+def test_another_page_is_not_replaced(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("<title>My site</title>")
+    status, _, err = run(written(tmp_path), "--output", tmp_path)
+    assert status == 1
+    assert "index.html is no page of results and would be replaced: name another --output" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.json", "index.html"]
+    (tmp_path / "index.html").unlink()
+    assert [run(written(tmp_path), "--output", tmp_path)[0] for _ in range(2)] == [0, 0]  # its own is
+
+
+@pytest.mark.usefixtures("_undrawn")
 def test_page_needs_no_network_and_has_both_themes(run: Any, tmp_path: Path) -> None:
     run(written(tmp_path), "--output", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")

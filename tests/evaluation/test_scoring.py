@@ -36,6 +36,8 @@ SMALL = Limits(wall_seconds=1.5, cpu_seconds=1, memory_bytes=2**28, file_bytes=2
         ("so \\boxed{0.5}", "\\frac{1}{2}"),
         ("\\boxed{\\left(3, \\frac{\\pi}{2}\\right)}", "\\left( 3, \\frac{\\pi}{2} \\right)"),
         ("The final answer is 7. I hope it helps.", "7"),
+        ("#### Final answer\nThe final answer is 7.", "7"),
+        ("#### 7\n\n#### Check\n3 + 4", "7"),
         ("<think>\\boxed{3}</think>\\boxed{7}", "7"),
         ("\\boxed{\\text{Evelyn}}", "\\text{Evelyn}"),
     ],
@@ -176,6 +178,23 @@ def test_last_block_that_defines_what_is_asked_for_is_taken() -> None:
     answer = "```python\ndef f(): 1\n```\n```py\ndef f(): 2\n```\n```bash\nls\n```"
     assert extract_code(answer, "def f") == "def f(): 2\n"
     assert extract_code("no fence") == "no fence"
+
+
+@pytest.mark.parametrize("language", ["text", "bash", "c++", "text title='out'"])
+@pytest.mark.parametrize("opening", ["```python", "So: ```python", "```"])
+def test_a_block_of_another_language_is_no_code_and_nor_is_what_follows_it(language: str, opening: str) -> None:
+    """Bug: its closing fence was taken for an opening one."""
+    other = f"```{language}\n2\n```\nDone."
+    code = f"{opening}\ndef f(x):\n    return x\n```\n"
+    assert extract_code(f"{other}\n{code}Output:\n{other}") == "def f(x):\n    return x\n"
+
+
+def test_future_imports_of_an_answer_come_first() -> None:
+    """Bug: after the preamble, or HumanEval's prompt, they are a SyntaxError."""
+    future = "```python\nfrom __future__ import annotations\n"
+    assert is_right("humaneval", f"{future}def add(xs: Unknown):\n{BODY}```", HUMANEVAL)
+    reference = livecodebench([{"input": "1", "output": "2", "testtype": "stdin"}])
+    assert is_right("livecodebench", f"{future}print(int(input()) + 1)\n```", reference)
 
 
 def test_missing_scorer_is_said_before_anything_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from dflash.evaluation import (
     read_result,
     run_canary,
     server_backend,
+    summarise,
     timed_blocks,
 )
 from dflash.evaluation.canary import at_target, percentile
@@ -441,7 +442,24 @@ def test_a_served_pair_is_evaluated_as_a_pair_in_this_process_is(metrics: str, t
         assert ours.acceptance_lengths == []
     if tells_ids:
         assert ours.num_tokens == 24
-    assert ours.num_forwards == (24 if metrics == "none" else there.num_forwards)
+    assert ours.num_forwards == (None if metrics == "none" else there.num_forwards)
+    plain_row, row = summarise([base, ours])
+    assert plain_row["tokens_per_step"] == 1.0
+    assert row["tokens_per_step"] == (
+        None if metrics == "none" else pytest.approx(23 / (there.num_forwards - 1), abs=1e-4)
+    )
+
+
+def test_tokens_without_a_text_are_counted() -> None:
+    """Bug: those of half a character were dropped, so that ids differed from those of plain decoding."""
+    chunks = [("a", [5]), ("", [240, 159]), ("b", [152, 128]), ("", [2])]
+    events = [{"choices": [{"text": text, "token_ids": ids, "finish_reason": None}]} for text, ids in chunks]
+    events[-1]["choices"][0]["finish_reason"] = "stop"
+    events.append({"choices": [], "usage": {"completion_tokens": 6}})
+    raw = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    with serving(raw=raw) as engine:
+        reply = Server(engine.url).complete("org/model", [1], 8, None)
+    assert reply.token_ids == (5, 240, 159, 152, 128, 2)
 
 
 def test_eval_asks_two_servers(
@@ -570,6 +588,8 @@ def test_requests_that_make_no_sense_are_refused(run: Any, tmp_path: Path) -> No
     assert "--concurrency 0,4 is no list of numbers from 1 on" in run("--url", "http://x", "--concurrency", "0,4")[2]
     assert "--concurrency many is no list" in run("--url", "http://x", "--concurrency", "many")[2]
     assert "--api-key-env NO_SUCH_KEY is not set" in run("--url", "http://x", "--api-key-env", "NO_SUCH_KEY")[2]
+    same = ("--output", tmp_path / "x", "--plot", tmp_path / "new" / ".." / "x")
+    assert "x is the file that --output writes: give it another name" in run("--url", "http://x", *same)[2]
     bad = tmp_path / "prompts.jsonl"
     for text, message in (
         (

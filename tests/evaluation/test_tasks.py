@@ -122,6 +122,13 @@ def test_every_task_has_a_case() -> None:
     assert {name for name, *_ in ROWS.values()} == set(TASKS)
 
 
+def test_a_folders_name_is_no_pattern(tmp_path: Path) -> None:
+    """Bug: rows below `da[1]ta` were looked for in `da1ta`."""
+    folder = tmp_path / "da[1]t*a"
+    write(folder / "gsm8k.jsonl", [{"question": "How?", "answer": "#### 5"}])
+    assert len(load_questions("gsm8k", data_root=folder)) == 1
+
+
 def test_starter_code_stands_in_the_prompt(tmp_path: Path) -> None:
     write(tmp_path / "livecodebench.jsonl", [{**LIVECODEBENCH, "starter_code": "class Solution: pass"}])
     (question,) = load_questions("livecodebench", data_root=tmp_path)

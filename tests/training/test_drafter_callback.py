@@ -235,6 +235,15 @@ def test_no_round_without_time_for_it(folder: Path, tokenizer: Any, tmp_path: Pa
     assert of_log(trainer, "drafter/steps")[-1] <= 1
 
 
+def test_a_second_run_has_its_own_clock_and_best_tau(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """Bug: seconds of the first run counted against the share of the second."""
+    callback = DrafterCallback(every=1000)
+    callback.best_tau = callback.seconds = callback._logged_seconds = 1e6
+    trainer = run(folder, tokenizer, tmp_path, callback, num_steps=1)
+    assert (callback.best_tau, callback.seconds) == (0.0, 0.0)
+    assert of_log(trainer, "drafter/seconds") == [0.0]
+
+
 def test_texts_of_the_policy_become_its_history(
     folder: Path, tokenizer: Any, alone: Any, watched: Any, tmp_path: Path
 ) -> None:
