@@ -105,7 +105,7 @@ def _taus_of_index(fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             measured_on = data.get("name") if isinstance(data, Mapping) else data
             for metric in _objects(result.get("metrics")):
                 name = f"{metric.get('type')} {metric.get('name')}"
-                value = metric.get("value")
+                value: Any = metric.get("value")
                 if TAU_NAME.search(name) and type(value) in (int, float):
                     yield str(measured_on), float(value)
 
