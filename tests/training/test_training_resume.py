@@ -37,6 +37,7 @@ from dflash.training import (
 from dflash.training.training_state import clear_leftovers, read_tensors, remove_state
 
 
+Unbroken = tuple[dict[str, bytes], TrainingRecord]
 SETTINGS = TrainingSettings(
     steps=12,
     num_anchors=4,
@@ -87,7 +88,7 @@ def written(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], TrainingRecord]:
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
     """What the run writes and returns if nothing happens to it."""
     folder = tmp_path_factory.mktemp("unbroken") / "drafter"
     record = run(folder)
@@ -95,7 +96,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes]
     return written(folder), record
 
 
-def test_a_run_into_a_link_writes_where_it_leads(unbroken: tuple[dict[str, bytes], Any], tmp_path: Path) -> None:
+def test_a_run_into_a_link_writes_where_it_leads(unbroken: Unbroken, tmp_path: Path) -> None:
     """Promise: an `--output` that is a link to a folder on another disk is filled there, and stays a link."""
     (tmp_path / "disk" / "drafter").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "drafter")
@@ -149,7 +150,7 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize("place", [*range(6), "while states are exchanged"])
 def test_a_run_killed_anywhere_and_resumed_was_never_killed(
-    place: int | str, changes: list[str], unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path
+    place: int | str, changes: list[str], unbroken: Unbroken, tmp_path: Path
 ) -> None:
     """A real SIGKILL before a change of a file that Python makes. Weights, curve, choice of the best: bit for bit.
 
@@ -173,7 +174,7 @@ def test_a_run_killed_anywhere_and_resumed_was_never_killed(
 
 
 def test_a_run_killed_after_its_first_checkpoint_and_before_its_first_state_begins_again(
-    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path
+    unbroken: Unbroken, tmp_path: Path
 ) -> None:
     """What it left is an unfinished run's, and no finished checkpoint."""
     output = tmp_path / "drafter"
@@ -190,7 +191,7 @@ def test_a_run_killed_after_its_first_checkpoint_and_before_its_first_state_begi
 
 
 def test_a_run_that_died_before_its_first_checkpoint_is_in_nobodys_way(
-    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unbroken: Unbroken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Out of memory in the first step, say: the next try may have other settings and needs no word more."""
     output = tmp_path / "drafter"
@@ -247,7 +248,7 @@ def test_the_checkpoint_that_accepts_most_is_kept(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_run_after_its_step_with_the_state_saved(
-    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, number: int
+    unbroken: Unbroken, tmp_path: Path, number: int
 ) -> None:
     output = tmp_path / "drafter"
     handlers = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
@@ -261,7 +262,7 @@ def test_a_signal_ends_the_run_after_its_step_with_the_state_saved(
 
 
 def test_a_signal_while_the_last_files_are_written_lets_them_be_written(
-    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unbroken: Unbroken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither half a file nor a state without its run stays beside the checkpoint."""
 
@@ -350,9 +351,7 @@ def test_resuming_with_other_settings_or_data_names_what_differs(tmp_path: Path)
     assert record.curve[-1]["step"] == SETTINGS.steps
 
 
-def test_resuming_a_complete_run_changes_nothing_and_gives_its_record(
-    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path
-) -> None:
+def test_resuming_a_complete_run_changes_nothing_and_gives_its_record(unbroken: Unbroken, tmp_path: Path) -> None:
     """A queue may start the same command again and again."""
     output = tmp_path / "drafter"
     run(output)
@@ -370,9 +369,7 @@ def test_resuming_a_complete_run_changes_nothing_and_gives_its_record(
         run(output, replace(SETTINGS, steps=13), resume=True)
 
 
-def test_a_second_process_is_refused_the_output_of_a_running_one(
-    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path
-) -> None:
+def test_a_second_process_is_refused_the_output_of_a_running_one(unbroken: Unbroken, tmp_path: Path) -> None:
     """Two real processes: the first one trains on, and writes what it would have written alone."""
     output = tmp_path / "drafter"
     here, there = FRESH.Pipe()
@@ -392,7 +389,7 @@ def test_a_second_process_is_refused_the_output_of_a_running_one(
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
-def test_resume_without_a_state_begins(unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path) -> None:
+def test_resume_without_a_state_begins(unbroken: Unbroken, tmp_path: Path) -> None:
     """So that one command can be given to a queue that starts it again and again."""
     run(tmp_path / "drafter", resume=True)
     assert written(tmp_path / "drafter") == unbroken[0]
@@ -412,9 +409,7 @@ def no_file_larger_than(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("what", ["training state", "checkpoint"])
-def test_a_full_disk_leaves_the_older_state_and_checkpoint(
-    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, what: str
-) -> None:
+def test_a_full_disk_leaves_the_older_state_and_checkpoint(unbroken: Unbroken, tmp_path: Path, what: str) -> None:
     output = tmp_path / "drafter"
     stopped(output)
     before = written(output), (state_folder(output) / "state.pt").read_bytes()
@@ -436,9 +431,7 @@ def test_a_full_disk_leaves_the_older_state_and_checkpoint(
 
 
 @pytest.mark.parametrize("moment", ["between the renames", "before them"])
-def test_a_kill_while_the_state_is_replaced_loses_none(
-    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, moment: str
-) -> None:
+def test_a_kill_while_the_state_is_replaced_loses_none(unbroken: Unbroken, tmp_path: Path, moment: str) -> None:
     output = tmp_path / "drafter"
     stopped(output)
     folder = state_folder(output)
@@ -529,7 +522,7 @@ def test_the_display_ends_with_an_error_too(tmp_path: Path, monkeypatch: pytest.
     def diverged(*args: Any, **kwargs: Any) -> None:
         raise FloatingPointError("The loss is nan.")
 
-    monkeypatch.setattr("dflash.training.run._Display.close", closed.append)
+    monkeypatch.setattr("dflash.training.run._Display.close", lambda display: closed.append(display))
     monkeypatch.setattr(Trainer, "step", diverged)
     with pytest.raises(FloatingPointError, match="The loss is nan"):
         run(tmp_path / "drafter", replace(SETTINGS, eval_every=2))
