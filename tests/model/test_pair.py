@@ -740,7 +740,9 @@ def test_the_command_writes_a_pair(dflash_command: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"stop_token_ids": [7, 8]}, {"stop_token_ids": []}, {"generator": torch.Generator()}], ids=str
+    "asked",
+    [{"stop_token_ids": [7, 8]}, {"stop_token_ids": []}, {"generator": torch.Generator()}],
+    ids=["stop tokens", "no stop tokens", "generator"],
 )
 def test_what_is_not_drafted_is_written_plainly_with_the_same_stops(asked: Any, folder: Path) -> None:
     """Bugs: plain generation lost `stop_token_ids`, and was given `generator`, which it does not know."""
