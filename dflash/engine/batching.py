@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dflash.model.acceptance_dflash import Acceptance, Acceptor, Proposals
 from dflash.model.cache_dflash import PreallocatedLayer, to_host
-from dflash.model.decoding_dflash import Block, Conversation, EagerRunner, Step
-from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer
+from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS, Block, Conversation, EagerRunner, Step
+from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer, num_proposals
 from dflash.model.requests_dflash import Request, check_masks
 from dflash.model.sequences_dflash import TextSequence
 from dflash.model.targets_dflash import InexactError
@@ -79,8 +79,11 @@ def _copy_sequence(source: PreallocatedLayer, origin: int, layer: PreallocatedLa
     if num_missing > 0:
         num_added = max(num_missing, len(layer.keys))  # doubled, so that few sequences are copied again
         padding = (0, 0, 0, 0, 0, 0, 0, num_added)
-        layer.keys = functional.pad(layer.keys, padding)
-        layer.values = functional.pad(layer.values, padding)
+        with torch.inference_mode(False):  # as in `reserve`
+            padded_keys = functional.pad(layer.keys, padding)
+            padded_values = functional.pad(layer.values, padding)
+        layer.keys = padded_keys  # both or none, if memory lacks
+        layer.values = padded_values
     end = source.length
     keys = source.keys[origin, :, :end]
     values = source.values[origin, :, :end]
@@ -149,13 +152,24 @@ class Member(EngineDecoder):
         nothing = Proposals(input_ids[:, :0])
         step = self.runner.accept(self.sequences, nothing, logits, None)
         [block] = self.commit(step)
+        del self.runner  # it holds the caches, of which the batch gets a copy
         return block
 
     @property
-    def longest(self) -> int:
-        """Positions that the text and the last block may need."""
+    def most_columns(self) -> int:
+        """Columns that a step may have: the anchor's, and those of proposals."""
         request = self.request
-        return request.input_ids.shape[1] + request.max_new_tokens + request.block_size
+        most = max(num_proposals(request), self.options.prompt_lookup_num_tokens)
+        return max(request.block_size, 1 + most)
+
+    @property
+    def longest(self) -> int:
+        """Positions that the text and the last step may need."""
+        return self.room(self.request.max_new_tokens)
+
+    def room(self, num_new: int) -> int:
+        """Positions of the prompt, `num_new` tokens and a step."""
+        return self.request.input_ids.shape[1] + num_new + self.most_columns
 
 
 def read_prompts(members: list[Member]) -> Iterator[torch.Tensor | None]:
@@ -218,6 +232,7 @@ class BatchAcceptor(TreeAcceptor):
         self.members = members
         if self.uniforms_of is not None:
             self.uniforms_of = BatchUniforms(members)
+        self._sampler = self.sampler  # of rows whose processors are those of `request`
 
     def accept(self, logits: torch.Tensor, sequences: list[TextSequence], proposals: Proposals) -> Acceptance:
         """As `Acceptor.accept`, with nothing accepted where logits are not finite; `read_codes` says where."""
@@ -226,9 +241,21 @@ class BatchAcceptor(TreeAcceptor):
         num_accepted = acceptance.num_accepted.clamp(min=0)
         return replace(acceptance, num_accepted=num_accepted)
 
+    def process(self, logits: torch.Tensor, sequences: list[TextSequence], proposals: Proposals) -> torch.Tensor:
+        """As `Acceptor.process`. A request with its own stop token may have further processors."""
+        kinds = [type(processor) for processor in self.processors]
+        is_alike = True
+        for sequence in sequences:
+            own = self.members[sequence.index].acceptor.processors
+            is_alike &= [type(processor) for processor in own] == kinds
+        self.sampler = self._sampler if is_alike else None  # it stands for the processors of all rows
+        process = super().process if is_alike else self.process_each
+        return process(logits, sequences, proposals)
+
     def process_sequence(self, scores: torch.Tensor, sequence: TextSequence, place: int, proposals: Proposals) -> None:
         """As `Acceptor.process_sequence`. What fails ends this request alone."""
         member = self.members[sequence.index]
+        member.acceptor.sampler = None  # its processors are called
         try:
             member.acceptor.process_sequence(scores, member.sequences[0], place, proposals)
         except Exception as error:  # of any type: the processor raises it
@@ -276,10 +303,19 @@ class RowBatch(Member):
 
     def commit(self, step: Step) -> list[Block]:
         """As `Decoder.commit`. Logits that are not finite end their request alone."""
-        for sequence, code in zip(self.sequences, self.acceptor.read_codes(), strict=True):
+        for place, code in enumerate(self.acceptor.read_codes()):
             if code < 0:
-                self.members[sequence.index].error = self._broken(code)
+                self.members[self.sequences[place].index].error = self._broken(code)
+                self._erase(place)
         return super().commit(step)
+
+    def _erase(self, place: int) -> None:
+        """Clears a row of the caches: NaN there would spoil the next row at this place, although a mask hides it."""
+        for cache in (self.conversation.target_cache, self.conversation.context.cache):
+            for layer in cache.attention_layers():
+                if layer.is_initialized:  # else it reads the keys of another layer
+                    layer.keys[place] = 0
+                    layer.values[place] = 0
 
     def prompt_of(self, sequence: TextSequence) -> list[int]:
         """The prompt of a row, which has no padding."""
@@ -304,7 +340,11 @@ class RowBatch(Member):
             return
         for place, sequence in enumerate(self.sequences):
             if sequence.is_done and self.is_whole(sequence):
-                conversation = self._copy(self.conversation, place, sequence.length)
+                try:
+                    conversation = self._copy(self.conversation, place, sequence.length)
+                except RuntimeError:  # a lack of memory: the rows need it more
+                    self.conversations.drop_to(0)
+                    return
                 conversation.hold(self.prompt_of(sequence), sequence.new_ids)
                 self.conversations.add(conversation)
 
@@ -320,22 +360,30 @@ class RowBatch(Member):
         return conversation
 
     def admit(self, number: int, member: Member) -> None:
-        """Adds the row of a request whose prompt has been read."""
+        """Adds the row of a request whose prompt has been read. If it fails, the others stay as they were."""
         [own] = member.sequences
         row = TextSequence(number, own.prompt_ids, own.new_ids)
         source = member.conversation
         if self.sequences:
-            cache: Any = self.conversation.target_cache  # a `RowCache`
-            cache.append_sequence(source.target_cache, member.place)
-            append_context(self.conversation.context, source.context, member.place)
-            self.anchors = torch.cat([self.anchors, member.anchors])
+            try:
+                self._append(source, member)
+            except Exception:  # of any type: a lack of memory
+                self.runner.keep_sequences(list(range(len(self.sequences))))
+                raise
         else:
-            self.conversation = self._copy(source, member.place, member.longest)
+            num_new = min(member.request.max_new_tokens, INITIAL_NEW_TOKENS)
+            self.conversation = self._copy(source, member.place, member.room(num_new))
             self.runner = self.new_runner()
             self.anchors = member.anchors
         self.members[number] = member
         self.sequences = [*self.sequences, row]
         member.conversation = Conversation()  # the batch holds a copy
+
+    def _append(self, source: Conversation, member: Member) -> None:
+        cache: Any = self.conversation.target_cache  # a `RowCache`
+        cache.append_sequence(source.target_cache, member.place)
+        append_context(self.conversation.context, source.context, member.place)
+        self.anchors = torch.cat([self.anchors, member.anchors])
 
     def leave(self, number: int) -> None:
         """Forgets a request whose row has left."""
@@ -346,5 +394,8 @@ class RowBatch(Member):
 
     def clear(self) -> None:
         """Drops all rows and their caches."""
+        self.members.clear()
         self.sequences = []
         self.conversation = Conversation()
+        if hasattr(self, "runner"):
+            del self.runner  # it holds the caches, too

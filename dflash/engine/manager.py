@@ -15,6 +15,7 @@ from queue import Full
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
@@ -45,7 +46,7 @@ WITHOUT_EFFECT = (
     "workload_hints",
 )
 # Settings of this file that go into a generation config where there is one, because transformers wants either.
-IN_CONFIG = {"eos_token_id", "max_new_tokens", "output_scores", "prefill_chunk_size", "use_cache"}
+IN_CONFIG = {"eos_token_id", "max_length", "max_new_tokens", "output_scores", "prefill_chunk_size", "use_cache"}
 LIMITS = {
     "max_batch_tokens": (IS_COUNT, "use a number of tokens from 1 on, or leave it out"),
     "max_requests_per_batch": (IS_COUNT, "use a number of requests from 1 on, or leave it out"),
@@ -94,12 +95,17 @@ class BatchManager:
         self._chunk_size = min(PROMPT_CHUNK, limits["max_batch_tokens"] or PROMPT_CHUNK)
         config = generation_config or target.generation_config
         # As in transformers: then a text ends at a stop token, or where the target's positions end.
-        self._is_endless = first_of(keywords.get("max_new_tokens"), config.max_new_tokens) is None
+        max_length = first_of(keywords.get("max_length"), config.max_length)
+        has_length = max_length not in (None, GenerationConfig().max_length)  # transformers 4 has a default
+        num_new = first_of(keywords.get("max_new_tokens"), config.max_new_tokens)
+        self._is_endless = num_new is None and not has_length
+        # Its clock begins with a request's row.
+        self._has_clock = first_of(keywords.get("max_time"), config.max_time) is not None
         self._settings = self._checked(keywords)
         self._chunk_size = self._settings["prefill_chunk_size"]
         # A request that is checked and not run. Its generator spares torch's global one.
         probe = {"decoder_class": RowBatch, "max_new_tokens": INITIAL_NEW_TOKENS, "generator": torch.Generator()}
-        self._batch: Any = self._decoder([self._harmless_id()], **probe)
+        self._batch: Any = self._decoder([self._harmless_id()], max_length=None, **probe)
         self._most_rows = self._rows_allowed(limits["max_requests_per_batch"], limits["max_batch_tokens"])
         self._most_positions = self._positions_allowed(limits["num_blocks"])
         self._conversations = Conversations(self._most_rows)
@@ -122,9 +128,11 @@ class BatchManager:
         self._results: deque[BatchOutput] = deque()
         self._handlers: dict[str, Callable[[BatchOutput], None]] = {}
         self._thread: threading.Thread | None = None
+        self._is_serving = False
         self._is_stopping = False
         self._is_hard_stop = False
         self._num_pauses = 0
+        self._pausing_thread: int | None = None
         self._step_lock = threading.Lock()  # held while the models run
 
     # -- settings
@@ -157,9 +165,12 @@ class BatchManager:
     def _decoder(self, prompt_ids: list[int], **keywords: Any) -> Any:
         """The decoder of a request. Raises ValueError for one that cannot be run exactly."""
         settings = {**self._settings, **keywords}
-        processors = settings.get("logits_processor")
-        if processors:  # a state is one request's
-            settings["logits_processor"] = own_processors(LogitsProcessorList(processors), 2)[0]
+        if "eos_token_id" in keywords:
+            settings.pop("stop_token_ids", None)  # another name of it
+        for name in ("logits_processor", "stopping_criteria"):
+            processors = settings.get(name)
+            if isinstance(processors, list | tuple):  # a state is one request's
+                settings[name] = own_processors(LogitsProcessorList(processors), 2)[0]
         config = copy.copy(self.generation_config)
         if config is not None:
             for name in IN_CONFIG & set(settings):
@@ -172,8 +183,7 @@ class BatchManager:
         most = most or MOST_ROWS
         if most_columns is None:
             return most
-        batch = self._batch
-        width = max(batch.request.block_size, 1 + batch.options.prompt_lookup_num_tokens)
+        width: int = self._batch.most_columns
         if most_columns < width:
             raise ValueError(f"max_batch_tokens={most_columns}: a step of one text has up to {width}, allow as many.")
         return min(most, most_columns // width)
@@ -220,28 +230,39 @@ class BatchManager:
         keywords = {name: value for name, value in keywords.items() if value is not None}
         with self._changed:
             self._wait_for_place()
-            number = self._num_requests
-            request_id = f"req_{number}" if request_id is None else request_id
-            if request_id in self._tickets or any(result.request_id == request_id for result in self._results):
+            if request_id is None:
+                request_id = self._next_id()
+            elif self._is_in_use(request_id):
                 raise ValueError(f"request_id={request_id!r} is in use: give each request its own.")
             output = BatchOutput(request_id, prompt_ids)
-            ticket = Ticket(number, output, keywords, streaming)
+            ticket = Ticket(self._num_requests, output, keywords, streaming)
             self._num_requests += 1
             self._tickets[request_id] = ticket
             self._waiting.append(ticket)
             self._changed.notify_all()
         return request_id
 
+    def _is_in_use(self, request_id: str) -> bool:
+        return request_id in self._tickets or self._result_of(request_id) is not None
+
+    def _next_id(self) -> str:
+        """The id of the next request, whose number nobody has taken as an id."""
+        while self._is_in_use(f"req_{self._num_requests}"):
+            self._num_requests += 1
+        return f"req_{self._num_requests}"
+
     def _wait_for_place(self) -> None:
         """Waits for a place in the queue."""
-        if self._is_stopping:
-            raise ValueError("The manager was stopped: start it again for further requests.")
 
-        def has_place() -> bool:
-            return not self._queue_size or len(self._waiting) < self._queue_size
+        def is_over() -> bool:
+            has_place = not self._queue_size or len(self._waiting) < self._queue_size
+            return has_place or self._is_stopping
 
         timeout = QUEUE_TIMEOUT if self.is_running() else 0.0
-        if not self._changed.wait_for(has_place, timeout):
+        has_place = self._changed.wait_for(is_over, timeout)
+        if self._is_stopping:
+            raise ValueError("The manager was stopped: start it again for further requests.")
+        if not has_place:
             raise Full(f"max_queue_size={self._queue_size} requests are waiting: take this one again later.")
 
     def add_requests(
@@ -333,7 +354,7 @@ class BatchManager:
 
     def is_running(self) -> bool:
         """Whether the manager's thread runs."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._is_serving
 
     def start(self) -> None:
         """Starts a thread that writes the texts."""
@@ -343,6 +364,7 @@ class BatchManager:
         self.background_thread_status = ThreadStatus()
         self._is_stopping = False
         self._is_hard_stop = False
+        self._is_serving = True
         is_inference = torch.is_inference_mode_enabled()
         self._thread = threading.Thread(target=self._serve, args=(is_inference,), daemon=True)
         self._thread.start()
@@ -357,7 +379,10 @@ class BatchManager:
         """Stops the thread when all requests have ended, or after this step, failing them, with `hard_stop`.
 
         `block` waits for it, at most `timeout` seconds. `keep_for_next_session` has no effect: a manager can be started again.
+        Raises ValueError where it would wait inside `pause`.
         """
+        if block:
+            self._check_can_wait()
         with self._changed:
             self._is_stopping = True
             self._is_hard_stop = hard_stop
@@ -366,9 +391,14 @@ class BatchManager:
             self.join(timeout)
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until the thread has ended, at most `timeout` seconds."""
+        """Waits until the thread has ended, at most `timeout` seconds. Raises ValueError inside `pause`."""
+        self._check_can_wait()
         if self._thread is not None:
             self._thread.join(timeout)
+
+    def _check_can_wait(self) -> None:
+        if self.is_running() and self._pausing_thread == threading.get_ident():
+            raise ValueError("Inside pause() no request can end, so waiting would never end: use stop(block=False).")
 
     def destroy(self) -> None:
         """Stops the thread."""
@@ -385,8 +415,12 @@ class BatchManager:
             self._num_pauses += 1
         try:
             with self._step_lock:
-                yield
-                self._conversations.drop_to(0)  # another model may have written them
+                self._pausing_thread = threading.get_ident()
+                try:
+                    yield
+                finally:
+                    self._pausing_thread = None
+                    self._conversations.drop_to(0)  # another model may have written them
         finally:
             with self._changed:
                 self._num_pauses -= 1
@@ -394,8 +428,9 @@ class BatchManager:
 
     def run(self) -> Iterator[BatchOutput]:
         """Writes the texts of all requests in the caller's thread, without `start`. Yields results as they come."""
-        while self._tickets:
-            self._advance()
+        while self._tickets or self._results:
+            if self._tickets:
+                self._advance()
             while self._results:
                 yield self._results.popleft()
 
@@ -409,13 +444,14 @@ class BatchManager:
         except Exception as fault:  # of any type: no request may wait forever
             logger.error(f"The manager's thread has ended: {fault}")
             self.background_thread_status.fatal_error = error = fault
-        with self._changed:
-            self._is_stopping = True
-            for ticket in list(self._tickets.values()):
-                self._finish(ticket, error)
-            self._waiting.clear()
-            self._reading = []
-            self._batch.clear()
+        finally:
+            with self._changed:
+                self._is_stopping = True
+                for ticket in list(self._tickets.values()):
+                    self._finish(ticket, error)
+                self._batch.clear()
+                self._is_serving = False
+                self._changed.notify_all()  # whoever waits for a result: none follows
 
     def _is_needed(self) -> bool:
         """Waits for something to do; whether there will be."""
@@ -433,9 +469,21 @@ class BatchManager:
 
     @torch.no_grad()
     def _advance(self) -> None:
-        """Reads prompts where rows are free, then runs a step of all rows."""
-        self._drop_cancelled()
-        self._read_prompts()
+        """Reads prompts where rows are free, then runs a step of all rows. What has begun ends with any error."""
+        try:
+            self._drop_cancelled()
+            self._read_prompts()
+            self._run_step()
+        except BaseException as error:  # KeyboardInterrupt, too: no text may go on from half a step
+            with self._changed:
+                for ticket in list(self._tickets.values()):
+                    if ticket not in self._waiting:
+                        self._finish(ticket, error)
+                self._batch.clear()
+            raise
+
+    def _run_step(self) -> None:
+        """Runs a step of all rows."""
         batch = self._batch
         if not batch.sequences:
             return
@@ -480,6 +528,7 @@ class BatchManager:
                 continue
             if logits is not None:
                 self._reading = []
+                self._reader = None  # it holds the caches that the rows are copied from
                 for place, ticket in enumerate(group):
                     self._admit(ticket, logits[place : place + 1])
 
@@ -501,6 +550,8 @@ class BatchManager:
         group: list[Ticket] = []
         longest = 0
         while self._waiting:
+            if len(self._batch.members) + len(group) >= self._most_rows:
+                break
             ticket = self._waiting[0]
             try:
                 if ticket.member is None:
@@ -511,6 +562,8 @@ class BatchManager:
             prompt_ids = ticket.output.prompt_ids
             longest = max(longest, len(prompt_ids))
             if not self._has_room([*group, ticket]):
+                if self._has_clock:
+                    ticket.member = None
                 break
             kept = self._conversations.find(prompt_ids)  # of those that have not given way just now
             is_alone = kept is not None or (len(group) + 1) * longest > self._chunk_size
@@ -541,12 +594,10 @@ class BatchManager:
         return member
 
     def _has_room(self, tickets: list[Ticket]) -> bool:
-        """Whether these can be rows beside those of the batch. Kept conversations give way."""
-        rows = [*self._batch.members.values(), *[ticket.member for ticket in tickets]]
-        if len(rows) > self._most_rows:
-            return False
+        """Whether there are positions for these beside the rows of the batch. Kept conversations give way."""
         if self._most_positions is None:
             return True
+        rows = [*self._batch.members.values(), *[ticket.member for ticket in tickets]]
         longest = max(row.longest for row in rows)
         num_left = self._most_positions - len(rows) * longest
         while self._conversations.num_positions > max(num_left, 0):
@@ -554,22 +605,31 @@ class BatchManager:
         return num_left >= 0
 
     def _write(self, ticket: Ticket, block: Block, is_done: bool) -> None:
-        """Adds a block to the output of its request."""
+        """Adds a block to the output of its request, and gives it where it is asked for."""
         output = ticket.output
-        output.generated_tokens += block.token_ids
-        if block.scores is not None:
-            token_ids = torch.tensor(block.token_ids, device=block.scores.device)
-            logprobs = block.scores.log_softmax(-1).gather(1, token_ids[:, None])
-            output.logprobs += logprobs.flatten().tolist()
-        if not block.is_prefill:
-            output.acceptance_lengths.append(block.acceptance_length)
+        try:
+            self._add(block, output)
+        except Exception as error:  # of any type: a lack of memory
+            ticket.member.error = error  # its row leaves with the next step
         if is_done:
             self._finish(ticket, ticket.member.error)
         elif ticket.streaming:
             output.status = RequestStatus.DECODING
             self._deliver(ticket)
 
-    def _finish(self, ticket: Ticket, error: Exception | None) -> None:
+    def _add(self, block: Block, output: BatchOutput) -> None:
+        """Adds a block to an output, or nothing if it fails."""
+        logprobs: list[float] = []
+        if block.scores is not None:
+            token_ids = torch.tensor(block.token_ids, dtype=torch.long, device=block.scores.device)
+            of_tokens = block.scores.log_softmax(-1).gather(1, token_ids[:, None])
+            logprobs = of_tokens.flatten().tolist()
+        output.generated_tokens += block.token_ids
+        output.logprobs += logprobs
+        if block.token_ids and not block.is_prefill:  # a row that has failed commits nothing
+            output.acceptance_lengths.append(block.acceptance_length)
+
+    def _finish(self, ticket: Ticket, error: BaseException | None) -> None:
         """Ends a request and gives its result."""
         output = ticket.output
         output.status = RequestStatus.FINISHED
@@ -580,6 +640,8 @@ class BatchManager:
             self._batch.leave(ticket.number)
         if ticket in self._reading:
             self._reading.remove(ticket)
+            if not self._reading:
+                self._reader = None
         self._leave_queue(ticket)
         self._deliver(ticket)
 

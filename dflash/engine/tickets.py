@@ -68,5 +68,7 @@ def as_prompt(input_ids: Any) -> list[int]:
         raise ValueError(f"A prompt is {type(input_ids).__name__}: pass a list of token ids.") from error
     if ids.dim() == 0:
         raise ValueError(f"A prompt is the number {input_ids}: pass a list of prompts, each a list of token ids.")
+    if ids.dim() > 1 and ids.shape[:-1].numel() != 1:
+        raise ValueError(f"A prompt has the shape {list(ids.shape)}: pass one prompt a request.")
     prompt_ids: list[int] = ids.flatten().tolist()
     return prompt_ids

@@ -322,6 +322,10 @@ class Acceptor:
                 logits.float().flatten(0, 1),
             )
             return processed.view_as(logits)
+        return self.process_each(logits, sequences, proposals)
+
+    def process_each(self, logits: torch.Tensor, sequences: list[TextSequence], proposals: Proposals) -> torch.Tensor:
+        """As `process`, sequence by sequence."""
         scores = logits.to(torch.float32, copy=True)
         for place, sequence in enumerate(sequences):
             self.process_sequence(

@@ -14,7 +14,6 @@ import pytest
 import torch
 from families import FAMILIES
 from tiny_models import (
-    BLOCK_SIZE,
     SMALL,
     VOCAB_SIZE,
     BatchScriptedDrafter,
@@ -38,6 +37,8 @@ from dflash.model.targets_dflash import InexactError
 
 NEW_TOKENS = 18
 LENGTHS = [9, 1, 5, 12, 7, 3, 14, 2]
+COLUMNS = 32  # of a step at most: 31 tokens may be looked up
+LONGEST = max(LENGTHS) + NEW_TOKENS + COLUMNS  # positions of a row
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
@@ -261,11 +262,10 @@ def test_rows_and_positions_stay_within_their_bounds(texts: Texts) -> None:
     rows_run: list[int] = []
     embedding = texts.target.get_input_embeddings()
     handle = embedding.register_forward_pre_hook(lambda module, args: rows_run.append(len(args[0])))
-    columns = 2 * 32  # of two rows whose steps have up to 32
-    outputs = texts.generate(limits(max_requests_per_batch=8, max_batch_tokens=columns))
+    outputs = texts.generate(limits(max_requests_per_batch=8, max_batch_tokens=2 * COLUMNS))
     assert max(rows_run) == 2
     rows_run.clear()
-    most = 2 * (max(LENGTHS) + NEW_TOKENS + BLOCK_SIZE)
+    most = 2 * LONGEST
     outputs += texts.generate(limits(max_requests_per_batch=8, num_blocks=-(-most // 4)))
     handle.remove()
     assert 2 <= max(rows_run) < 4
@@ -331,7 +331,7 @@ def test_kept_conversations_are_bounded_and_can_be_refused(texts: Texts) -> None
     with manager.pause():
         pass
     assert len(manager._conversations) == 0, "the models may have changed"
-    most = 2 * (max(LENGTHS) + NEW_TOKENS + BLOCK_SIZE)
+    most = 2 * LONGEST
     bounded = texts.manager(limits(num_blocks=-(-most // 4)))
     bounded.add_requests(texts.prompts)
     bounded._conversations.add(held([1] * most))
@@ -729,22 +729,21 @@ def test_acceptance_lengths_are_those_of_the_text_alone(texts: Texts) -> None:
 
 def test_the_rows_never_have_more_positions_than_allowed(texts: Texts) -> None:
     """Promise: every row counts as long as the longest, the one that is admitted too."""
-    longest = max(LENGTHS) + NEW_TOKENS + BLOCK_SIZE
-    manager = texts.manager(limits(max_requests_per_batch=8, num_blocks=2 * longest // 4))
+    manager = texts.manager(limits(max_requests_per_batch=8, num_blocks=2 * LONGEST // 4))
     manager.add_requests(texts.prompts)
     numbers = []
     while manager._tickets:
         manager._advance()
         rows = [member.longest for member in manager._batch.members.values()]
         numbers.append(len(rows))
-        assert len(rows) * max(rows, default=0) <= 2 * longest
+        assert len(rows) * max(rows, default=0) <= 2 * LONGEST
     assert max(numbers) == 2
 
 
 def test_a_conversation_may_give_way_to_the_prompt_that_would_go_on_from_it(texts: Texts) -> None:
     """Known bug: it was dropped for want of room, then taken, and the manager ended."""
     turn = [*texts.prompts[0], *texts.truths[0][:NEW_TOKENS], 7, 8, 9]
-    longest = len(turn) + NEW_TOKENS + BLOCK_SIZE
+    longest = len(turn) + NEW_TOKENS + COLUMNS
     manager = texts.manager(limits(num_blocks=-(-longest // 4)))
     for prompt in (texts.prompts[0], turn):
         manager.add_request(prompt)
