@@ -95,8 +95,8 @@ class BatchManager:
         self._chunk_size = min(PROMPT_CHUNK, limits["max_batch_tokens"] or PROMPT_CHUNK)
         config = generation_config or target.generation_config
         # As in transformers: then a text ends at a stop token, or where the target's positions end.
-        max_length = first_of(keywords.get("max_length"), config.max_length)
-        has_length = max_length not in (None, GenerationConfig().max_length)  # transformers 4 has a default
+        has_default = config.max_length in (None, GenerationConfig().max_length)  # transformers 4 has one
+        has_length = keywords.get("max_length") is not None or not has_default
         num_new = first_of(keywords.get("max_new_tokens"), config.max_new_tokens)
         self._is_endless = num_new is None and not has_length
         # Its clock begins with a request's row.
