@@ -133,7 +133,7 @@ def main() -> None:
     result = results.read_result(args.output)
     for table in tables_of(result):
         show_table(table)
-    if len(args.budgets) > 1:
+    if len({row["budget"] for row in rows}) > 1:
         path = args.output.with_name(f"{args.output.stem}_tau.png")
         path.write_bytes(canvas.png(tau_by_budget(rows, results.stated(facts_of(result)))))
 
