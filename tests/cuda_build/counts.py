@@ -183,6 +183,7 @@ def count(mode_name: str, depths: tuple[int, int], prompt_length: int, watch: Wa
         processors += [transformers.TopKLogitsWarper(20), transformers.TopPLogitsWarper(0.95)]
     stopping = transformers.StoppingCriteriaList([transformers.MaxLengthCriteria(prompt_length + NEW_TOKENS)])
     config = transformers.GenerationConfig(do_sample=is_sampled)
+    config._eos_token_tensor = None  # as `generate` prepares it
     target, drafter = random_pair(depths)
     marks = []
     with fake_gpu(watch):
