@@ -96,7 +96,6 @@ def make_pair(
     config = _config(target_folder, f"The target {target}")
     _check_target(str(target), target_folder, config)
     drafter_config = _config(drafter_folder, f"The drafter {drafter}")
-    check_kinds(drafter_config)
     _check_settings(dict(settings or {}), drafter_config, on_error)
     is_on_hub = not Path(drafter).expanduser().is_dir()
     with written_aside(folder) as aside:
@@ -355,6 +354,7 @@ def _check_settings(settings: dict[str, Any], config: Mapping[str, Any], on_erro
     from dflash.model.pair_dflash import KEYWORDS
     from dflash.model.requests_dflash import IS_COUNT_OR_ZERO, OTHER_NAMES, SETTINGS
 
+    check_kinds(config)
     if on_error not in ("raise", "plain"):
         raise ValueError(f"on_error={on_error!r}: use raise or plain.")
     known = sorted({*KEYWORDS, *OTHER_NAMES, "keep_conversations"} - NO_SETTINGS)

@@ -2,9 +2,9 @@
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -92,6 +92,12 @@ class RegenerationRun(Run):
             **self.provenance,
         }
 
+    def lock(self, output: Path, may_replace: bool) -> AbstractContextManager[None]:
+        """Returns the lock of `output` as a context manager. The errors of `check_output` if the trace cannot be written."""
+        if self.trace is not None:
+            check_output(self.trace, may_replace)
+        return only_writer(output)
+
     def begin_trace(self, writer: Any, tokenizer: Any, resume: bool) -> None:
         """Opens the trace, if the run has one, and sets it as `writer.trace`, to which the writer appends its texts.
 
@@ -144,27 +150,22 @@ def regenerate_data(
     name = os.fspath(data) if isinstance(data, (str, os.PathLike)) else None
     _check_output(path, name, resume, overwrite)
     is_locked = run.is_locked or not processes.is_first
-    if run.trace is not None and not is_locked:
-        check_output(run.trace, overwrite or resume)
-    with unwarned_of_length(tokenizer), nullcontext() if is_locked else only_writer(path):
+    with unwarned_of_length(tokenizer), nullcontext() if is_locked else run.lock(path, resume or overwrite):
         source = opened(data, settings)
         seen = SeenRows()
-        drawn = drawn_rows(source, seen, settings)
-        asked, left_out = selected(drawn, name or "the data", tokenizer, settings, writer.positions)
+        rows = drawn_rows(source, seen, settings)
+        asked, left_out = selected(rows, name or "the data", tokenizer, settings, writer.positions)
         info = getattr(source(), "info", None)
         facts = run.facts(writer.revision, settings, name, info, seen)
         depends_on = _depends_on(settings, writer, tokenizer, seen)
         file = AnswerFile(path, depends_on, processes.rank)
         finished = set() if overwrite else file.finished(settings.drop_cut)
-        left = [dialogue for dialogue in asked if dialogue.number not in finished]
-        was_finished = len(asked) - len(left)
+        was_finished = sum(dialogue.number in finished for dialogue in asked)
         record = RegenerationRecord(left_out=dict(left_out), was_finished=was_finished)
+        share = _share(asked, finished, processes)
+        del asked  # a row is kept until its answer is in the output
         _begin(file, processes, overwrite, facts)
         run.begin_trace(writer, tokenizer, resume)
-        # Rows of similar length and number of turns share a batch, the longest first: memory runs out at once or never.
-        left.sort(key=lambda row: (row.num_turns, row.num_prompt_tokens, row.number), reverse=True)
-        share = deque(processes.share(left))
-        del asked, left  # a row is kept until its answer is in the output
         run.on_begin(len(share), record)
         counts = _append_all(file, _answered(writer, share, settings), run.on_done)
         _sum_up(record, processes.gather([counts]))
@@ -172,6 +173,16 @@ def regenerate_data(
             _finish(file, record, facts, settings.drop_cut)
             run.join_trace(writer)
     return record
+
+
+def _share(asked: Sequence[Dialogue], finished: Container[int], processes: Processes) -> deque[Dialogue]:
+    """Returns the rows that this process answers of those that are not finished.
+
+    Rows of similar length and number of turns share a batch, the longest first: memory runs out at once or never.
+    """
+    left = [dialogue for dialogue in asked if dialogue.number not in finished]
+    left.sort(key=lambda row: (row.num_turns, row.num_prompt_tokens, row.number), reverse=True)
+    return deque(processes.share(left))
 
 
 def _check_output(output: Path, name: str | None, resume: bool, overwrite: bool) -> None:
