@@ -82,6 +82,10 @@ def written_aside(folder: Path) -> Iterator[Path]:
     shutil.rmtree(aside, ignore_errors=True)
     try:
         yield aside
+        for pattern in LICENCE_TEXTS:  # a text that somebody has put there stays
+            for path in folder.glob(pattern):
+                if path.is_file() and not (aside / path.name).exists():
+                    shutil.copyfile(path, aside / path.name)
         replace_folder(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -309,7 +309,8 @@ def _place_drafter(name: str, source: Path, pair: Path, is_on_hub: bool = False)
     folder.mkdir()
     paths = _code()
     for pattern in ("*.safetensors", "*.json", CARD, *LICENCE_TEXTS):
-        paths += [path for path in source.glob(pattern) if not _matches(path, PRIVATE)]
+        found = [path for path in source.glob(pattern) if path.is_file()]
+        paths += [path for path in found if not _matches(path, PRIVATE)]
     for path in paths:
         shutil.copyfile(path, folder / path.name)
     return {"drafter": folder.name}

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from dflash.common.messages import is_out_of_memory
 from dflash.model.acceptance_dflash import Acceptance, Acceptor, Proposals
 from dflash.model.cache_dflash import PreallocatedLayer, to_host
 from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS, Block, Conversation, EagerRunner, Step
@@ -342,8 +343,10 @@ class RowBatch(Member):
             if sequence.is_done and self.is_whole(sequence):
                 try:
                     conversation = self._copy(self.conversation, place, sequence.length)
-                except RuntimeError:  # a lack of memory: the rows need it more
-                    self.conversations.drop_to(0)
+                except RuntimeError as error:
+                    if not isinstance(error, torch.OutOfMemoryError) and not is_out_of_memory(error):
+                        raise
+                    self.conversations.drop_to(0)  # the rows need the memory more
                     return
                 conversation.hold(self.prompt_of(sequence), sequence.new_ids)
                 self.conversations.add(conversation)

@@ -101,7 +101,8 @@ def _sample(*models: Any) -> list[Any]:
     samples = []
     for model in models:
         for module in model.modules():
-            state += [(name, value) for name, value in vars(module).items() if _is_switch(value)]
+            attributes = list(vars(module).items())  # at once: steps of other threads add and remove some
+            state += [(name, value) for name, value in attributes if _is_switch(value)]
         for name, weight in model.named_parameters():
             if weight.is_meta:  # offloaded between calls
                 continue

@@ -379,10 +379,10 @@ class BatchManager:
         """Stops the thread when all requests have ended, or after this step, failing them, with `hard_stop`.
 
         `block` waits for it, at most `timeout` seconds. `keep_for_next_session` has no effect: a manager can be started again.
-        Raises ValueError where it would wait inside `pause`.
+        Raises ValueError where it would wait inside `pause` for requests without an end.
         """
         if block:
-            self._check_can_wait()
+            self._check_can_wait(timeout)
         with self._changed:
             self._is_stopping = True
             self._is_hard_stop = hard_stop
@@ -391,13 +391,14 @@ class BatchManager:
             self.join(timeout)
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until the thread has ended, at most `timeout` seconds. Raises ValueError inside `pause`."""
-        self._check_can_wait()
+        """Waits until the thread has ended, at most `timeout` seconds. ValueError inside `pause`, where requests never end."""
+        self._check_can_wait(timeout)
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def _check_can_wait(self) -> None:
-        if self.is_running() and self._pausing_thread == threading.get_ident():
+    def _check_can_wait(self, timeout: float | None) -> None:
+        is_pausing = self._pausing_thread == threading.get_ident()
+        if is_pausing and timeout is None and self._tickets and self.is_running():
             raise ValueError("Inside pause() no request can end, so waiting would never end: use stop(block=False).")
 
     def destroy(self) -> None:

@@ -135,7 +135,7 @@ class RecordedRunner(WholeRunner):
 
     def _move(self, state: State, length: int) -> WholeStep:
         """The first step on another recording, with room for `length` positions and new tokens."""
-        self.close()
+        self._release()
         length += min(self.request.max_new_tokens, INITIAL_NEW_TOKENS)
         capacity = max(SMALLEST_CAPACITY, 1 << (length - 1).bit_length())
         target_cache = self.conversation.target_cache
@@ -158,12 +158,16 @@ class RecordedRunner(WholeRunner):
 
     def close(self) -> None:
         """Ends the text: its caches go on in storage of their own, and its recording is free for another text."""
+        try:
+            self._release()
+        except torch.OutOfMemoryError:  # the text is complete: nothing of it is reused, and the recording is gone
+            self.conversation.forget()
+
+    def _release(self) -> None:
+        """Moves the caches to storage of their own, and frees the recording."""
         recording = self._recording
         if recording is not None:
             self._recording = None
-            try:
-                release(self.conversation.target_cache)
-                release(self.conversation.context.cache)
-            except torch.OutOfMemoryError:  # the text is complete: nothing of it is reused
-                self.conversation.forget()
+            release(self.conversation.target_cache)
+            release(self.conversation.context.cache)
             self._shelf[self._key] = recording

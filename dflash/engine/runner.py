@@ -129,7 +129,7 @@ class EngineDecoder(Decoder):
             proposer = TreeProposer(drafts, options.draft_tree)
             most = options.draft_tree
         if options.adaptive and most:
-            is_greedy = self.acceptor.sampler is None
+            is_greedy = self.acceptor.uniforms_of is None
             kind = replace(options, history=None)  # which is large, and outlives no request
             setting = (request.block_size, kind, is_greedy)
             proposer = WidthProposer(proposer, self.pair, most, setting)

@@ -96,7 +96,8 @@ def fingerprint(*models: Any) -> list[Any]:
     for model in models:
         state.append(attention_of(model))
         for module in model.modules():
-            attributes = {name: value for name, value in vars(module).items() if "dflash" not in name}
+            attributes = dict(vars(module))  # at once: steps of other threads add and remove some
+            attributes = {name: value for name, value in attributes.items() if "dflash" not in name}
             for leaf in tree_leaves(attributes):
                 # Other threads may be about to remove their taps.
                 is_tap = hasattr(leaf, "is_tap")

@@ -35,8 +35,8 @@ PYTHON = ("", "python", "py", "python3")
 # What Python takes at the beginning of a program alone.
 FUTURE_IMPORT = re.compile(r"^from __future__ import (?:\([^)]*\)|.*)", re.MULTILINE)
 
-# A result after hashes. Words after them are a heading.
-AFTER_HASHES = re.compile(r"####+\s*(?![A-Za-z]{2})([^#\s].*)")
+# A result after hashes. Words alone are a heading.
+AFTER_HASHES = re.compile(r"####+\s*(?![A-Za-z][A-Za-z ]+:?[ ]*(?:\n|$))([^#\s].*)")
 
 # Of a LiveCodeBench row's private tests, which are some ten megabytes on average.
 MAX_INFLATED_BYTES = 2**29

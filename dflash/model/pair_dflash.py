@@ -145,7 +145,7 @@ def generate(
         return plain(model, **kwargs)
     drafting = drafting_of(model) if dflash else Drafting()
     drafter = drafting.drafter
-    plain_keywords = {name: value for name, value in kwargs.items() if name not in (*KEYWORDS, "generator")}
+    plain_keywords = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
     stop_token_ids = kwargs.get("stop_token_ids")
     if stop_token_ids is not None:
         stops_nowhere = isinstance(stop_token_ids, (list, tuple)) and not stop_token_ids
@@ -162,6 +162,7 @@ def generate(
             if settings:
                 logger.warning_once(f"Drafted without the settings of {SETTINGS}: {reason}")
     logger.warning_once(f"Generated without drafts: {reason}")
+    plain_keywords.pop("generator", None)  # which plain `generate` does not know
     return plain(model, **plain_keywords)
 
 

@@ -83,13 +83,22 @@ def test_waiting_for_the_end_inside_a_pause_is_refused(texts: Texts) -> None:
     """Known bug: with a request it waited forever."""
     manager = texts.manager()
     manager.start()
-    for wait in (manager.stop, manager.join):
-        with manager.pause(), pytest.raises(ValueError, match="block=False"):
-            wait()
-    assert manager.is_running()
-    manager.add_request(texts.prompts[0])  # nothing has been stopped
+    with manager.pause():
+        manager.add_request(texts.prompts[0])
+        for wait in (manager.stop, manager.join):
+            with pytest.raises(ValueError, match="block=False"):
+                wait()
+    assert manager.is_running()  # nothing has been stopped
     manager.stop()
     assert is_right(manager.get_result(), texts.truths[0])
+
+
+def test_a_manager_without_requests_ends_inside_a_pause(texts: Texts) -> None:
+    manager = texts.manager()
+    manager.start()
+    with manager.pause():
+        manager.stop()
+    assert not manager.is_running()
 
 
 # -- failures

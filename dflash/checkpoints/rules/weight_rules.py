@@ -135,7 +135,10 @@ def finite(checkpoint: Checkpoint) -> Iterator[Finding]:
 
     tensors = checkpoint.tensors
     broken = []
+    unreadable = set()
     for name, tensor in tensors.items():
+        if tensor.file in unreadable:
+            continue
         try:
             if not is_finite(checkpoint.folder / tensor.file, name):
                 broken.append(name)
@@ -143,7 +146,7 @@ def finite(checkpoint: Checkpoint) -> Iterator[Finding]:
             why = f"safetensors cannot read it ({first_line(reason)})."
             fix = "fetch or save the file again, or install a newer version of safetensors."
             yield error("weights", tensor.file, why, fix, TRANSFORMERS, tensor.file)
-            return
+            unreadable.add(tensor.file)
     if broken:
         yield error(
             summary(broken),
