@@ -168,3 +168,17 @@ def test_leftovers_are_those_of_the_name_and_not_of_a_pattern(tmp_path):
     for folder in (own, tmp_path / ".run1.replaced-7", tmp_path / ".run[1].replaced"):
         folder.mkdir()
     assert leftovers(tmp_path / "run[1]", "replaced-*") == [own]
+
+
+def test_a_licence_text_stays_when_a_folder_is_replaced(tmp_path):
+    """Promise: what somebody has put beside a checkpoint as its licence is in the next one, unless that has its own."""
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    (folder / "LICENSE").write_text("mine")
+    (folder / "weights").write_text("old")
+    for own in (None, "its own"):
+        with written_aside(folder) as aside:
+            aside.mkdir()
+            if own:
+                (aside / "LICENSE").write_text(own)
+        assert {path.name: path.read_text() for path in folder.iterdir()} == {"LICENSE": own or "mine"}

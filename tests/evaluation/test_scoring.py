@@ -38,6 +38,7 @@ SMALL = Limits(wall_seconds=1.5, cpu_seconds=1, memory_bytes=2**28, file_bytes=2
         ("The final answer is 7. I hope it helps.", "7"),
         ("#### Final answer\nThe final answer is 7.", "7"),
         ("#### 7\n\n#### Check\n3 + 4", "7"),
+        ("#### sqrt(2)/2", "\\frac{\\sqrt{2}}{2}"),
         ("<think>\\boxed{3}</think>\\boxed{7}", "7"),
         ("\\boxed{\\text{Evelyn}}", "\\text{Evelyn}"),
     ],
