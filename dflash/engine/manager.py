@@ -246,7 +246,7 @@ class BatchManager:
         return request_id in self._tickets or self._result_of(request_id) is not None
 
     def _next_id(self) -> str:
-        """The id of the next request, whose number nobody has taken as an id."""
+        """An id for the next request that is not in use: `req_` and a number."""
         while self._is_in_use(f"req_{self._num_requests}"):
             self._num_requests += 1
         return f"req_{self._num_requests}"
@@ -563,12 +563,12 @@ class BatchManager:
             prompt_ids = ticket.output.prompt_ids
             longest = max(longest, len(prompt_ids))
             if not self._has_room([*group, ticket]):
-                if self._has_clock:
-                    ticket.member = None
+                self._wait_longer(ticket)
                 break
             kept = self._conversations.find(prompt_ids)  # of those that have not given way just now
             is_alone = kept is not None or (len(group) + 1) * longest > self._chunk_size
             if group and is_alone:
+                self._wait_longer(ticket)
                 break
             self._leave_queue(ticket)
             ticket.output.status = RequestStatus.PREFILLING
@@ -578,6 +578,11 @@ class BatchManager:
             if is_alone:
                 break
         return group
+
+    def _wait_longer(self, ticket: Ticket) -> None:
+        """Leaves a request that has been prepared in the queue. One with a clock is prepared anew, so that its clock has not begun."""
+        if self._has_clock:
+            ticket.member = None
 
     def _prepared(self, ticket: Ticket) -> Member:
         keywords = dict(ticket.keywords)

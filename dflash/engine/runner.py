@@ -18,6 +18,7 @@ from dflash.model.sequences_dflash import TextSequence
 from dflash.model.targets_dflash import text_config
 
 from .compiled import AutoRunner, CompiledRunner
+from .conversations import KeptConversations
 from .history import History
 from .lookup import LookupProposer, PromptLookup
 from .options import Options
@@ -50,12 +51,15 @@ class EngineDecoder(Decoder):
         self.options = Options.of(request)
         self.pair = PairState.of(request.drafter, request.target)
         self.together: Together | None = None
-        self.kept = getattr(request.drafter, "kept_conversations", None) if self.may_reuse else None
-        if request.conversation is not None or len(request.input_ids) > 1 or request.prompt_inputs:
-            self.kept = None
+        self.kept: KeptConversations | None = None
+        is_single = len(request.input_ids) == 1 and not request.prompt_inputs
+        if self.may_reuse and is_single and request.conversation is None:
+            self.kept = getattr(request.drafter, "kept_conversations", None)
         if self.kept is not None:
-            prompt_ids = self.prompt_of(TextSequence(0, request.input_ids[0]))
-            self.conversation, self.weights = self.kept.take(prompt_ids, request.target, request.drafter)
+            sequence = TextSequence(0, request.input_ids[0])
+            prompt_ids = self.prompt_of(sequence)
+            taken = self.kept.take(prompt_ids, request.target, request.drafter)
+            self.conversation, self.weights = taken
 
     def close(self) -> None:
         """As `Decoder.close`. The caches may be kept for a later request."""

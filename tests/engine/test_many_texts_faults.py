@@ -266,6 +266,19 @@ def test_the_clock_of_a_request_begins_with_its_row(
     assert [len(output.generated_tokens) for output in outputs] == [9] * len(LENGTHS)
 
 
+def test_the_clock_of_a_prompt_that_is_read_alone_begins_with_its_row(texts: Texts) -> None:
+    """Known bug: it began while the prompts before it were read."""
+    manager = texts.manager(max_time=60.0, prefill_chunk_size=len(texts.prompts[0]))
+    manager.add_requests(texts.prompts[:2])
+    [first] = manager._next()
+    [second] = manager._waiting
+    assert first.member is not None
+    assert second.member is None
+    first.member = None
+    manager._waiting.appendleft(first)
+    assert len(list(manager.run())) == 2
+
+
 def test_a_maximal_length_counts_the_prompt(texts: Texts) -> None:
     """Known bug: it was ignored."""
     of_config = GenerationConfig(max_length=24, do_sample=False)
