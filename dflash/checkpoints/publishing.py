@@ -250,8 +250,14 @@ def _drafter_in(pair: Path) -> Path | None:
     named = read_json(path, "").get("drafter")
     if not isinstance(named, str):
         raise ValueError(f"{path} names no drafter: write the pair again with `dflash pair`.")
-    is_on_hub = HUB_ID.fullmatch(named) and not (pair / named).is_dir()
-    return None if is_on_hub else pair / named
+    if HUB_ID.fullmatch(named) and not (pair / named).is_dir():
+        return None
+    drafter = pair / named
+    if not drafter.resolve().is_relative_to(pair.resolve()):
+        raise ValueError(
+            f"{path} names a drafter outside its folder ({named}): write the pair again with `dflash pair`."
+        )
+    return drafter
 
 
 def working_report(folder: str | Path, target: str | None = None, name: str | Path | None = None) -> Report:

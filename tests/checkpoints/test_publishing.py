@@ -392,7 +392,10 @@ def test_a_pairs_further_chat_templates_go_up(folder: Path, tmp_path: Path, no_c
 def test_a_drafter_that_stays_on_the_hub_is_not_fetched(
     folder: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: a dry run fetched the drafter that a pair names, of its newest commit. A dflash.json without one was a KeyError."""
+    """Bug: a dry run fetched the drafter that a pair names, of its newest commit. A dflash.json without one was a KeyError.
+
+    And one that named a folder of the disk was published, so that nobody else could load the pair.
+    """
     fetched: list[Any] = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *arguments, **_: fetched.append(arguments))
     pair = make_pair(save_checkpoint(make_target(), tmp_path / "target"), folder, tmp_path / "pair")
@@ -401,6 +404,11 @@ def test_a_drafter_that_stays_on_the_hub_is_not_fetched(
     status, out, err = run(pair, "me/pair", "--dry-run")
     assert (status, fetched) == (0, []), err
     assert "The drafter stays on the Hub" in out
+    (pair / "dflash.json").write_text(json.dumps({"drafter": str(folder)}))
+    with pytest.raises(
+        ValueError, match=r"dflash\.json names a drafter outside its folder \(.*\): write the pair again"
+    ):
+        plan_publication(pair, "me/pair")
     (pair / "dflash.json").write_text("{}")
     with pytest.raises(ValueError, match=r"dflash\.json names no drafter: write the pair again"):
         plan_publication(pair, "me/pair")
