@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from .device import computes_in_bf16
 
 
 # Suffixes of the names of matrices whose rows are looked up by token.
@@ -38,9 +41,8 @@ def build_optimizers(
     if muon_learning_rate:
         decayed = tables
     if muon_learning_rate and matrices:  # DSpark's head alone has tables and no matrix
-        muon = torch.optim.Muon(
-            matrices, lr=muon_learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-        )
+        make_muon = torch.optim.Muon if computes_in_bf16() else Muon
+        muon = make_muon(matrices, lr=muon_learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         optimizers.append(muon)
     groups = [
         {"params": decayed, "lr": muon_learning_rate or learning_rate, "weight_decay": weight_decay},
@@ -50,6 +52,53 @@ def build_optimizers(
     if groups:
         optimizers.append(torch.optim.AdamW(groups, betas=(0.9, 0.95)))
     return optimizers
+
+
+class Muon(torch.optim.Muon):
+    """Muon that orthogonalises in the dtype of the gradients: torch's does it in bf16.
+
+    An x86 CPU without bf16 products emulates them, and then four fifths of a training step of the embedded pair were
+    these. The state is that of torch's class. Of its options, `adjust_lr_fn` has to be "match_rms_adamw".
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Updates all weights that have a gradient."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._update(weight, weight.grad, group)
+
+    def _update(self, weight: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        momentum = group["momentum"]
+        state = self.state[weight]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        update = gradient.lerp(mean, momentum)  # Nesterov's
+        update = orthogonalized(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        scale = 0.2 * math.sqrt(max(weight.shape))  # the updates are as large as AdamW's
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.add_(update, alpha=-group["lr"] * scale)
+
+
+def orthogonalized(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], num_iterations: int, eps: float
+) -> torch.Tensor:
+    """Returns nearly the matrix [A, B] with its singular values set to 1, by a Newton-Schulz iteration in its own dtype.
+
+    Each singular value is divided by the Frobenius norm, at least `eps`, and then goes through an odd polynomial with
+    `coefficients` as often as said; it ends between 0.7 and 1.2 (Jordan et al., Muon, 2024).
+    """
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    value = matrix.T if is_tall else matrix
+    value = value / value.norm().clamp(min=eps)
+    for _ in range(num_iterations):
+        square = value @ value.T
+        factor = torch.addmm(square, square, square, beta=b, alpha=c)
+        value = torch.addmm(value, factor, value, beta=a)
+    return value.T if is_tall else value
 
 
 def group_names(optimizers: Sequence[Optimizer]) -> list[str]:
