@@ -65,7 +65,21 @@ def load_target(target: str, models: ModelOptions) -> Any:
     place: dict[str, Any] = {"dtype": models.dtype, "device_map": known_device(models.device)}
     with named("--target", target):
         refuse_own_generate(target, own_code)
-        return AutoModelForCausalLM.from_pretrained(target, trust_remote_code=own_code, **place).eval()
+        model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=own_code, **place).eval()
+    if models.dtype == "auto" and is_first_process():
+        _say_emulation(model)
+    return model
+
+
+def _say_emulation(model: Any) -> None:
+    """Says on standard error that the stored dtype is slow on this CPU, unless errors alone are wanted (`--quiet`)."""
+    from transformers.utils import logging
+
+    from dflash.common.devices import cpu_emulates
+
+    if model.device.type == "cpu" and cpu_emulates(model.dtype) and logging.get_verbosity() < logging.ERROR:
+        name = str(model.dtype).removeprefix("torch.")
+        say_once(f"This CPU emulates {name}, in which the target is stored: --dtype float32 is faster here.")
 
 
 def _say_depth(config: Any) -> None:

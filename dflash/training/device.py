@@ -1,14 +1,10 @@
 """Whether this process computes on the CPU, and whether bf16 is fast on this machine. Defaults depend on both."""
 
 import os
-from typing import Any
 
 import torch
 
-
-# Instructions that multiply bf16. An x86 CPU without them converts each product, and a training step of the embedded pair takes
-# three times as long as in fp32.
-BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
+from dflash.common.devices import cpu_emulates
 
 
 def is_cpu_alone() -> bool:
@@ -23,10 +19,9 @@ def is_cpu_alone() -> bool:
 
 
 def computes_in_bf16() -> bool:
-    """Whether bf16 products are fast here. An x86 CPU without `BF16_INSTRUCTIONS`, for example, emulates them."""
+    """Whether bf16 products are fast here. Some x86 CPUs, for example, emulate them."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if torch.accelerator.is_available() and not is_cpu_alone():
         return True
-    capabilities: Any = torch.cpu.get_capabilities()
-    return capabilities.get("architecture") != "x86_64" or any(map(capabilities.get, BF16_INSTRUCTIONS))
+    return not cpu_emulates(torch.bfloat16)
