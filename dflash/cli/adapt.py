@@ -82,20 +82,20 @@ def adapt(
     say_licences("adapt", drafter, target, has_permission)
     # The output is claimed now, so that its errors are not raised after the answers are written.
     with claimed(output, settings, **vars(start)) as claim:
-        places = list(sources.values())
+        paths = list(sources.values())
         if claim.finished is None:
             folder = output.with_name(f"{output.name}.answers")
             models = ModelOptions(trust_remote_code=settings.trust_remote_code)
             load = partial(load_writer, target, drafter, batch_size, loading.on_own_device(models, Processes()))
             bar = partial(answer_bar, loading.is_first_process())
             answering = _answering(answers, settings)
-            places = answer_sources(sources, folder, load, answering, target, start.overwrite, announce, bar)
-        general = None if texts.general is None else places.pop()
+            paths = answer_sources(sources, folder, load, answering, target, start.overwrite, announce, bar)
+        general = None if texts.general is None else paths.pop()
         record = finished(
             adapt_it,
             target,
             drafter,
-            places,
+            paths,
             output,
             settings,
             general=general,

@@ -97,8 +97,8 @@ def bench(
         dialogues = dialogues or {"held-out templates": heldout_dialogues()}
         encode = encoder(pair.tokenizer, template)
         encoded = []
-        for task, of_task in dialogues.items():
-            encoded += [Prompt(task, encode(dialogue)) for dialogue in of_task[:limit]]
+        for task, task_dialogues in dialogues.items():
+            encoded += [Prompt(task, encode(dialogue)) for dialogue in task_dialogues[:limit]]
         facts = {
             "target": target,
             "drafter": drafter,
@@ -167,13 +167,13 @@ def show(result: dict[str, Any]) -> None:
 
     rows = result["summary"]
     for task in dict.fromkeys(row["task"] for row in rows):
-        of_task = [row for row in rows if row["task"] == task]
-        first = of_task[0]
+        task_rows = [row for row in rows if row["task"] == task]
+        first = task_rows[0]
         prompts = counted(first["prompts"], "prompt")
-        show_table(table_of(of_task, TIMED, short=True), f"{task}, {prompts}")
+        show_table(table_of(task_rows, TIMED, short=True), f"{task}, {prompts}")
         if "profiled_prompts" in first:
             profiled = counted(first["profiled_prompts"], "prompt")
             title = f"A step, profiled on {profiled} (slower than unprofiled)"
-            show_table(table_of(of_task, PROFILED, short=True), title)
+            show_table(table_of(task_rows, PROFILED, short=True), title)
     repeats = counted(result["decoding"]["repeats"], "interleaved repeat")
     show_facts(result, f"medians of {repeats}")

@@ -79,7 +79,7 @@ def canary(
     overwrite: Overwrite = False,
 ) -> None:
     """Measures a server with DFlash and one without under the same load: waits, throughput, acceptance, cost."""
-    levels = tuple(sorted(set(numbers(requests.concurrency, "--concurrency", least=1))))
+    levels = tuple(sorted(set(numbers(requests.concurrency, "--concurrency", minimum=1))))
     for path in filter(None, (output, plot)):
         check_output(path, overwrite)
     if output is not None and plot is not None and output.resolve() == plot.resolve():

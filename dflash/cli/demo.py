@@ -74,13 +74,13 @@ def _compare(console: Console, pair: Pair, input_ids: Any, max_new_tokens: int) 
     """Answers one prompt in both ways, streams the texts, and returns the comparison."""
     from dflash.evaluation import GREEDY, first_difference, timed_blocks, timed_generate
 
-    longest = {"max_new_tokens": max_new_tokens}
+    limit = {"max_new_tokens": max_new_tokens}
     console.print(Text("\ntarget.generate", "dim"))
     printer = BlockPrinter(console, pair.tokenizer)
-    plain = timed_generate(pair.target, input_ids, on_tokens=printer.tokens, **longest, **GREEDY)
+    plain = timed_generate(pair.target, input_ids, on_tokens=printer.tokens, **limit, **GREEDY)
     printer.end()
     console.print(Text("\nDFlash", "dim"))
     printer = BlockPrinter(console, pair.tokenizer)
-    fast = timed_blocks(pair.drafter, pair.target, input_ids, printer.block, temperature=0.0, **longest)
+    fast = timed_blocks(pair.drafter, pair.target, input_ids, printer.block, temperature=0.0, **limit)
     printer.end()
     return Comparison(plain, fast, first_difference(pair.target, input_ids, plain.token_ids, fast.token_ids))

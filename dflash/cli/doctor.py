@@ -109,10 +109,10 @@ def _trials(rows: list[dict[str, Any]], last: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("change", overflow="fold")
     table.add_column("tau", justify="right")
-    places = [place for place in (1, 2, 4, 8) if place < last]
-    places.append(last)
-    for place in places:
-        table.add_column(f"at {place}", justify="right", no_wrap=True)
+    positions = [position for position in (1, 2, 4, 8) if position < last]
+    positions.append(last)
+    for position in positions:
+        table.add_column(f"at {position}", justify="right", no_wrap=True)
     after: list[str] = []
     for row in rows:
         if row["after"] != after:
@@ -125,8 +125,8 @@ def _trials(rows: list[dict[str, Any]], last: int) -> Table:
             continue
         shares = row["accepted_at"]
         figures = []
-        for place in places:
-            is_known = place <= len(shares)
-            figures.append(f"{100 * shares[place - 1]:.0f} %" if is_known else "")
+        for position in positions:
+            is_known = position <= len(shares)
+            figures.append(f"{100 * shares[position - 1]:.0f} %" if is_known else "")
         table.add_row(change, f"{row['tau']:.2f}", *figures)
     return table

@@ -147,7 +147,7 @@ def evaluate(
             backend = _backend(pair, decoding.max_new_tokens, methods, recorder)
         if processes.is_first:
             if decoding.max_new_tokens is None:
-                _say_longest(backend.max_new_tokens)
+                _say_limit(backend.max_new_tokens)
             loading.say_without_template(tokenizer, asking.chat_template)
         # No thread draws the bar, because that would disturb the measurement.
         bar = _Bar(stack.enter_context(counting_bar(processes.is_first, auto_refresh=False)))
@@ -211,11 +211,11 @@ def _questions(plan: Any, prompts: Sequence[Path]) -> list[Any]:
     return [*questions_of(plan), *own]
 
 
-def _say_longest(max_new_tokens: int) -> None:
+def _say_limit(max_new_tokens: int) -> None:
     """Says on standard error at how many tokens answers are cut, unless it is the usual number."""
     if max_new_tokens < 2048:
-        longest = f"{max_new_tokens} tokens, half of the target's positions (--max-new-tokens)"
-        print(f"Answers are cut at {longest}.", file=sys.stderr)
+        limit = f"{max_new_tokens} tokens, half of the target's positions (--max-new-tokens)"
+        print(f"Answers are cut at {limit}.", file=sys.stderr)
 
 
 def _check_traced(trace: Path | None, url: str | None, methods: Sequence[str]) -> None:
@@ -237,9 +237,9 @@ def _claim(stack: ExitStack, files: EvalFiles, prompts: Sequence[Path]) -> None:
 
     output = files.output
     written = [] if output is None else [output, output.parent / f"{output.stem}.jsonl"]
-    places = [path.resolve() for path in written]
+    written_paths = [path.resolve() for path in written]
     for path in prompts:
-        if path.resolve() in places:
+        if path.resolve() in written_paths:
             raise ValueError(f"--prompts {path} is a file that --output {output} writes: give --output another name.")
     check_trace_file(files.trace, [*prompts, *written])
     if output is not None:

@@ -139,8 +139,8 @@ def _warn_of_positions(pair: Pair, num_prompt_tokens: int, max_new_tokens: int) 
     """Says on standard error if a request reaches beyond the target's positions."""
     config = pair.target.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
-    longest = num_prompt_tokens + max_new_tokens
-    if positions is not None and num_prompt_tokens < positions < longest:
+    max_length = num_prompt_tokens + max_new_tokens
+    if positions is not None and num_prompt_tokens < positions < max_length:
         say_once(
             f"The prompt's {num_prompt_tokens} tokens and --max-new-tokens {max_new_tokens} reach beyond the target's "
             f"{positions} positions, where its text gets worse: ask for at most {positions - num_prompt_tokens}."

@@ -62,10 +62,10 @@ def load_target(target: str, models: ModelOptions) -> Any:
     from transformers import AutoModelForCausalLM
 
     own_code = models.trust_remote_code
-    place: dict[str, Any] = {"dtype": models.dtype, "device_map": known_device(models.device)}
+    options: dict[str, Any] = {"dtype": models.dtype, "device_map": known_device(models.device)}
     with named("--target", target):
         refuse_own_generate(target, own_code)
-        return AutoModelForCausalLM.from_pretrained(target, trust_remote_code=own_code, **place).eval()
+        return AutoModelForCausalLM.from_pretrained(target, trust_remote_code=own_code, **options).eval()
 
 
 def _say_depth(config: Any) -> None:
@@ -310,13 +310,13 @@ def listed(text: str, option: str) -> tuple[str, ...]:
     return names
 
 
-def numbers(text: str, option: str, least: int = 0) -> list[int]:
-    """Returns the whole numbers in a text with commas. ValueError for anything else, or for one below `least`."""
+def numbers(text: str, option: str, minimum: int = 0) -> list[int]:
+    """Returns the whole numbers in a text with commas. ValueError for anything else, or for one below `minimum`."""
     values = []
-    for part in text.split(","):
-        digits = part.strip()
-        if not digits.isdecimal() or int(digits) < least:
-            raise ValueError(f"{option} {text} is not a list of numbers from {least} on: write them as 1,4,16.")
+    for number in text.split(","):
+        digits = number.strip()
+        if not digits.isdecimal() or int(digits) < minimum:
+            raise ValueError(f"{option} {text} is not a list of numbers from {minimum} on: write them as 1,4,16.")
         values.append(int(digits))
     return values
 

@@ -231,15 +231,15 @@ def show_table(table: tuple[list[str], list[list[str]]], title: str | None = Non
     """
     headings, rows = table
     columns = []
-    for place, heading in enumerate(headings):
-        columns.append(_Column.of(heading, [row[place] for row in rows]))
+    for index, heading in enumerate(headings):
+        columns.append(_Column.of(heading, [row[index] for row in rows]))
     if not num_names:
-        figures = [place for place, column in enumerate(columns) if column.is_figure]
+        figures = [index for index, column in enumerate(columns) if column.is_figure]
         num_names = max(1, figures[0]) if figures else 1
     console = Console()
     is_bounded = console.is_terminal or "COLUMNS" in os.environ
-    for part in _parts(columns, num_names, console.width if is_bounded else sys.maxsize):
-        _print_part(part, title)
+    for table_columns in _tables(columns, num_names, console.width if is_bounded else sys.maxsize):
+        _print_columns(table_columns, title)
         title = None
 
 
@@ -262,7 +262,7 @@ def show_facts(result: dict[str, Any], *more: str) -> None:
     Console(highlight=False).print(Text(f"{line}. {warning}".rstrip(), "dim"))
 
 
-def _print_part(columns: "Sequence[_Column]", title: str | None) -> None:
+def _print_columns(columns: "Sequence[_Column]", title: str | None) -> None:
     """Prints a table of these columns."""
     table = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
     for column in columns:
@@ -289,16 +289,16 @@ class _Column:
     def of(cls, heading: str, cells: list[str]) -> "_Column":
         """Returns the column of these cells. Its heading is wrapped to the width of its cells and its words."""
         words = re.split(r"[ -]", heading)
-        width = _longest(cells + words)
+        width = _max_letters(cells + words)
         hyphens = heading.count("-")
         broken = textwrap.fill(heading, width + hyphens, break_long_words=False)
         lines = broken.splitlines()
-        longest = _longest(cells + lines)
+        max_letters = _max_letters(cells + lines)
         is_figure = any(cell[:1].isdigit() for cell in cells)
-        return cls(broken, cells, is_figure, longest + 1)
+        return cls(broken, cells, is_figure, max_letters + 1)
 
 
-def _longest(words: Sequence[str]) -> int:
+def _max_letters(words: Sequence[str]) -> int:
     """Returns the number of letters of the longest word."""
     return max(map(len, words), default=0)
 
@@ -308,16 +308,16 @@ def _width(columns: Sequence[_Column]) -> int:
     return sum(column.width for column in columns)
 
 
-def _parts(columns: Sequence[_Column], num_names: int, width: int) -> Iterator[list[_Column]]:
+def _tables(columns: Sequence[_Column], num_names: int, width: int) -> Iterator[list[_Column]]:
     """Yields the columns of each table.
 
     Tables are at most `width` letters wide, if possible. Each begins with the first `num_names` columns.
     """
     names = list(columns[:num_names])
-    part = list(names)
+    table_columns = list(names)
     for column in columns[num_names:]:
-        if len(part) > num_names and _width([*part, column]) > width:
-            yield part
-            part = list(names)
-        part.append(column)
-    yield part
+        if len(table_columns) > num_names and _width([*table_columns, column]) > width:
+            yield table_columns
+            table_columns = list(names)
+        table_columns.append(column)
+    yield table_columns

@@ -17,7 +17,7 @@ from .loading import checkpoint, hide_loading_bars, is_first_process, numbers
 
 
 @dataclass
-class Places:
+class TrainingPaths:
     """What is read and written. --config may name them too."""
 
     target: Annotated[str | None, option("Required. The target: a local folder or an id on the Hub.")] = None
@@ -66,8 +66,8 @@ def _option(field: Any, hint: Any, default: Any) -> Any:
     if default is not None:
         text, _, _ = text.partition(" Default: ")
         text += f" Default: {'no' if default is False else default}."
-    of_topic = panel(field.metadata["topic"])
-    return Annotated[kind | None, of_topic(text, show_default=False)]
+    topic_option = panel(field.metadata["topic"])
+    return Annotated[kind | None, topic_option(text, show_default=False)]
 
 
 class TrainingRecipe(settings_options()):  # type: ignore[misc]  # mypy does not know computed classes
@@ -76,7 +76,7 @@ class TrainingRecipe(settings_options()):  # type: ignore[misc]  # mypy does not
 
 def train(
     *,
-    places: Places,
+    paths: TrainingPaths,
     config: Annotated[Path | None, option("YAML file with any of these options. Flags override it.")] = None,
     start: StartOptions,
     dry_run: Annotated[bool, option("Estimate memory and time, and stop.", "--dry-run")] = False,
@@ -89,7 +89,7 @@ def train(
     torchrun --nproc_per_node N -m dflash train …
     (On a CPU, accelerate launch starts a single process.)
     """
-    options = _chosen_or_filed(places, recipe, config)
+    options = _chosen_or_filed(paths, recipe, config)
     target = str(options.pop("target"))
     data = options.pop("data")
     texts = list(map(str, data if isinstance(data, list) else [data]))
@@ -128,17 +128,17 @@ def train(
         say_complete(output, f"step {record.best_step}{tau}", record)
 
 
-def _chosen_or_filed(places: Places, recipe: Any, config: Path | None) -> dict[str, Any]:
+def _chosen_or_filed(paths: TrainingPaths, recipe: Any, config: Path | None) -> dict[str, Any]:
     """Returns the options given as flags and, where there is no flag, those of the file.
 
-    ValueError if one of `Places` is missing.
+    ValueError if one of `TrainingPaths` is missing.
     """
     chosen = chosen_of(recipe)
     if "target_layer_ids" in chosen:
         chosen["target_layer_ids"] = numbers(chosen["target_layer_ids"], "--target-layer-ids")
-    names = list(vars(places))
+    names = list(vars(paths))
     options = read_yaml(config, names) if config is not None else {}
-    options |= chosen | chosen_of(places)
+    options |= chosen | chosen_of(paths)
     for name in names:
         if options.get(name) is None:
             raise ValueError(f"--{name} is missing: give it, or write `{name}: …` into the file of --config.")

@@ -72,8 +72,8 @@ class AnswerFile(JsonLines):
             return
         before = read_manifest(self.path)["settings"]
         samples = self._settings.get("samples")
-        fewer = before.get("samples")
-        if fewer is not None and (samples is None or samples > fewer):
+        before_samples = before.get("samples")
+        if before_samples is not None and (samples is None or samples > before_samples):
             before["samples"] = samples
         refuse_changes(before, self._settings)
 
@@ -97,12 +97,12 @@ class AnswerFile(JsonLines):
             return
         offsets = [offset for offset, _ in whole_lines(self._own)]
         last_row: list[int] = []  # offsets of its lines
-        number = num_lines = 0
+        row_number = num_lines = 0
         for offset in reversed(offsets):
             line = json.loads(Line(self._own, offset, 1).read())
-            if last_row and line["row"] != number:
+            if last_row and line["row"] != row_number:
                 break
-            number = line["row"]
+            row_number = line["row"]
             num_lines = line["parts"]
             last_row.append(offset)
         if len(last_row) < num_lines:
@@ -142,13 +142,13 @@ class AnswerFile(JsonLines):
     def _ordered(self, drop_cut: bool, counts: dict[str, int]) -> Iterator[bytes]:
         """Yields the lines of complete rows, sorted by row, and adds up `counts`. ValueError if no row is left."""
         dropped = list(self._dropped)
-        for number, lines in sorted(self._lines().items()):
+        for row_number, lines in sorted(self._lines().items()):
             texts = [line.read() for line in lines]
             rows = [json.loads(text) for text in texts]
             is_cut = rows[0]["finish"] == "length"
             counts["cut"] += is_cut
             if is_cut and drop_cut:
-                dropped.append(number)
+                dropped.append(row_number)
                 continue
             counts["rows"] += 1
             for row in rows:
@@ -163,12 +163,12 @@ class AnswerFile(JsonLines):
         """Returns the lines of each complete row as locations, from all parts, by the number of the row."""
         rows: dict[int, list[Line]] = {}
         for part in self.parts():
-            of_part: dict[int, list[Line]] = {}
+            lines_of_rows: dict[int, list[Line]] = {}
             for offset, text in whole_lines(part):
                 row = json.loads(text)
                 line = Line(part, offset, row["parts"])
-                of_part.setdefault(row["row"], []).append(line)
-            for number, lines in of_part.items():
+                lines_of_rows.setdefault(row["row"], []).append(line)
+            for row_number, lines in lines_of_rows.items():
                 if len(lines) == lines[0].num_lines:  # a killed process may have written fewer
-                    rows[number] = lines
+                    rows[row_number] = lines
         return rows

@@ -56,17 +56,17 @@ class RegenerationRecord:
 
     def summary(self, output: Path, drop_cut: bool = False) -> str:
         """Returns the result as one line. `drop_cut` says whether rows with a cut answer were left out of `output`."""
-        parts = [f"{output}: {counted(self.rows, 'row')}, {counted(self.tokens, 'token')} by the target"]
+        phrases = [f"{output}: {counted(self.rows, 'row')}, {counted(self.tokens, 'token')} by the target"]
         if self.cut:
             dropped = " dropped," if drop_cut else ""
-            parts.append(f"{counted(self.cut, 'row')}{dropped} cut off at the length")
+            phrases.append(f"{counted(self.cut, 'row')}{dropped} cut off at the length")
         if self.steps:
-            parts.append(f"tau {self.tau:.2f} over {counted(self.steps, 'step')}")
+            phrases.append(f"tau {self.tau:.2f} over {counted(self.steps, 'step')}")
         if self.encoded:
-            parts.append(f"{counted(self.encoded, 'answer')} encoded from the server's text")
+            phrases.append(f"{counted(self.encoded, 'answer')} encoded from the server's text")
         if self.miscounted:
-            parts.append(f"{self.miscounted} of them with a number of tokens that differs from the server's count")
-        return ", ".join(parts)
+            phrases.append(f"{self.miscounted} of them with a number of tokens that differs from the server's count")
+        return ", ".join(phrases)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ class Drawn(NamedTuple):
     """A row that was drawn."""
 
     number: int  # its number in the data, counted from 1
-    place: int  # its index in the random order, of which the first `samples` rows are drawn
+    order: int  # its index in the random order, of which the first `samples` rows are drawn
     row: Row
 
 
@@ -93,15 +93,15 @@ def drawn_rows(source: OpenRows, seen: SeenRows, settings: RegenerationSettings)
         return
     for _ in rows:
         pass
-    order = list(range(1, seen.count + 1))
+    numbers = list(range(1, seen.count + 1))
     generator = random.Random(f"samples-{settings.seed}")
-    generator.shuffle(order)
-    places = {}
-    for place, number in enumerate(order[: settings.samples]):
-        places[number] = place
+    generator.shuffle(numbers)
+    indices = {}
+    for index, number in enumerate(numbers[: settings.samples]):
+        indices[number] = index
     for number, row in enumerate(source(), start=1):
-        if number in places:
-            yield Drawn(number, places[number], row)
+        if number in indices:
+            yield Drawn(number, indices[number], row)
 
 
 def selected(
@@ -117,8 +117,8 @@ def selected(
     """
     left_out: Counter[str] = Counter()
     kept: dict[int | bytes, Dialogue] = {}
-    places: dict[int | bytes, int] = {}
-    for number, place, row in rows:
+    orders: dict[int | bytes, int] = {}
+    for number, order, row in rows:
         with named_row(number, name):
             try:
                 dialogue = as_dialogue(
@@ -132,11 +132,11 @@ def selected(
             key = dialogue.digest() if settings.deduplicate else number
             if key in kept:
                 left_out["a prompt that repeats another one"] += 1
-            if place < places.get(key, place + 1):
+            if key not in kept or order < orders[key]:
                 kept[key] = dialogue
-                places[key] = place
-        is_unlike = not kept and number == SEARCHED_ROWS  # nothing here can be answered
-        if settings.streaming and (len(kept) == settings.samples or is_unlike):
+                orders[key] = order
+        has_no_usable_row = not kept and number == SEARCHED_ROWS
+        if settings.streaming and (len(kept) == settings.samples or has_no_usable_row):
             break
     if not kept:
         raise _nothing_left(name, left_out, settings)
@@ -158,9 +158,9 @@ def _check_length(dialogue: Dialogue, settings: RegenerationSettings, positions:
     """Raises Unanswerable if the prompt fills the target's positions or is longer than `max_prompt_tokens`."""
     if not dialogue.room(1, positions):
         raise Unanswerable(f"a prompt that fills the target's {positions} positions")
-    longest = settings.max_prompt_tokens
-    if longest is not None and dialogue.num_prompt_tokens > longest:
-        raise Unanswerable(f"a prompt longer than {longest} tokens")
+    max_prompt_tokens = settings.max_prompt_tokens
+    if max_prompt_tokens is not None and dialogue.num_prompt_tokens > max_prompt_tokens:
+        raise Unanswerable(f"a prompt longer than {max_prompt_tokens} tokens")
 
 
 @contextmanager

@@ -51,10 +51,10 @@ def answer_sources(
     processes = Processes()
     writer, tokenizer = load()
     folder.mkdir(parents=True, exist_ok=True)
-    places = []
+    paths = []
     for name, source in sources.items():
         if has_answers[source]:
-            places.append(source)
+            paths.append(source)
             continue
         answers = folder / f"{name}.jsonl"
         trace = folder / f"{name}.trace.jsonl"
@@ -70,8 +70,8 @@ def answer_sources(
         if processes.is_first:
             announce(record.summary(answers))
         processes.gather([None])
-        places.append(str(trace))
-    return places
+        paths.append(str(trace))
+    return paths
 
 
 def _has_answers(source: str, settings: RegenerationSettings) -> bool:

@@ -176,15 +176,15 @@ class TargetWriter:
         """Completes each text in place with the target alone."""
         uniforms = PositionUniforms(len(texts), _generators(texts))
         while True:
-            numbers = [number for number, text in enumerate(texts) if not text.is_done]
-            if not numbers:
+            indices = [index for index, text in enumerate(texts) if not text.is_done]
+            if not indices:
                 return
-            unfinished = [texts[number] for number in numbers]
+            unfinished = [texts[index] for index in indices]
             prompts = [text.all_ids for text in unfinished]
             width = max(map(len, prompts))
             # All unfinished texts have the same number of new tokens, because each was in every batch so far.
             num_new = len(unfinished[0].token_ids)
-            choose = _ByUniforms(uniforms, numbers, width - num_new)
+            choose = _ByUniforms(uniforms, indices, width - num_new)
             num_steps = self._num_steps(unfinished)
             written = _write(self.target, prompts, num_steps, sampling, choose)
             for text, token_ids in zip(unfinished, written, strict=True):
@@ -198,10 +198,10 @@ class TargetWriter:
         batch.
         """
         num_left = max(text.num_left for text in texts)
-        longest = max(len(text.all_ids) for text in texts)
-        if self.positions is None or longest >= self.positions:  # a request may ask for more than the positions
+        max_length = max(len(text.all_ids) for text in texts)
+        if self.positions is None or max_length >= self.positions:  # a request may ask for more than the positions
             return num_left
-        return min(num_left, self.positions - longest)
+        return min(num_left, self.positions - max_length)
 
     def _roomy_first(self, texts: Sequence[_Text]) -> list[list[_Text]]:
         """Returns the texts in batches, those with most room first.
@@ -291,9 +291,9 @@ def regenerate(
             yield Regenerated(index, example, answer.ended)
 
 
-def row_seed(seed: int, *place: int) -> int:
-    """Returns a seed below 2**63 for a place in the data, such as the number of a row and the index of a turn."""
-    digest = hashlib.sha256(repr((seed, *place)).encode())
+def row_seed(seed: int, *numbers: int) -> int:
+    """Returns a seed below 2**63 for `numbers`, such as the number of a row and the index of a turn."""
+    digest = hashlib.sha256(repr((seed, *numbers)).encode())
     return int(digest.hexdigest()[:16], 16) >> 1
 
 
@@ -372,13 +372,13 @@ class _ByUniforms(processing.LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Returns new scores [B, V]: 0 for the chosen token, -inf for all others."""
         position = input_ids.shape[1] - self.first_column
-        of_sequences = []
+        sequence_uniforms = []
         for sequence in self.sequences:
-            of_sequences.append(self.uniforms(sequence, position, 1))
-        uniforms = torch.stack(of_sequences)  # [B, 1]
+            sequence_uniforms.append(self.uniforms(sequence, position, 1))
+        uniforms = torch.stack(sequence_uniforms)  # [B, 1]
         uniforms = place_uniforms(uniforms, scores.device)
-        of_position = scores.unsqueeze(1)  # [B, 1, V]
-        choices = choose_sampled(of_position, uniforms)  # [B, 1]
+        position_scores = scores.unsqueeze(1)  # [B, 1, V]
+        choices = choose_sampled(position_scores, uniforms)  # [B, 1]
         chosen: Any = torch.full_like(scores, -torch.inf)
         chosen.scatter_(1, choices, 0.0)
         return chosen
