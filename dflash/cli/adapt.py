@@ -63,8 +63,8 @@ def adapt(
 ) -> None:
     """Trains a drafter further on your texts, and keeps the state that accepts most.
 
-    The target first answers the texts. Files that already hold answers (of dflash regenerate, or its --trace) are used
-    as they are.
+    The target first answers the texts. Files that already hold answers
+    (of dflash regenerate, or its --trace) are used as they are.
     """
     target = loading.checkpoint(target, "--target")
     drafter = loading.checkpoint(drafter, "--drafter")

@@ -40,8 +40,9 @@ def doctor(
 ) -> None:
     """Says why a pair accepts little: compares it with its card, then measures it with one change at a time.
 
-    It tries the other thinking mode, prompts with and without the chat template, target layers off by one,
-    other mask tokens, the target's rope and other dtypes. It says in order what helps and how much.
+    It tries the other thinking mode, prompts with and without the chat
+    template, target layers off by one, other mask tokens, the target's rope
+    and other dtypes. It says in order what helps and how much.
     """
     if result.output is not None:
         check_output(result.output, result.overwrite)

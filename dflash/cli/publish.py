@@ -40,8 +40,8 @@ def publish(
 ) -> None:
     """Publishes a drafter or a pair on the Hub in one commit, if `dflash check` says that it works.
 
-    The commit holds weights, config, code and card. With --target the pair is checked too, and a new card names the
-    target.
+    The commit holds weights, config, code and card.
+    With --target the pair is checked too, and a new card names the target.
     """
     from dflash.checkpoints import licence_lines, plan_publication
     from dflash.checkpoints import publish as publish_it

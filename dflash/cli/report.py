@@ -23,7 +23,7 @@ def report(
         bool, option("Write no Markdown file. Fail if a table differs from the results.", "--check")
     ] = False,
 ) -> None:
-    """Writes one page with plots that needs no network, or the tables in Markdown files, or both."""
+    """Writes a page with plots, readable without a network, or the tables of Markdown files, or both."""
     if output is None and not pages:
         raise ValueError("Nothing to write: give --output FOLDER for a page, --pages FILE for tables, or both.")
     if check and not pages:
