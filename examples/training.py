@@ -34,7 +34,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--block-size", type=int, default=8)
     parser.add_argument("--output", type=Path, default=Path("example-DFlash"))
-    parser.add_argument("--overwrite", action="store_true", help="begin anew in an --output that holds a run")
+    parser.add_argument("--overwrite", action="store_true", help="begin anew if --output holds a run")
     parser.add_argument("--tiny", action="store_true", help="a few steps only, as the tests run it")
     return parser.parse_args()
 

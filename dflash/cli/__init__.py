@@ -1,8 +1,9 @@
-"""`dflash …`: the application in `app`, one file a command; they share `arguments`, `loading` and `terminal`."""
+"""The command line `dflash …`. Each command has a file, `app` collects them, and the other files are shared by them."""
 
 
 def main() -> None:
     """Runs the command line."""
-    from .app import main as run  # it loads all commands, and the modules of this folder need none
+    # Imported here because it loads all commands, which the other modules of this folder do not need.
+    from .app import main as run
 
     run()

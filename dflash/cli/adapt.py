@@ -1,4 +1,4 @@
-"""`dflash adapt`: trains a drafter further on a user's prompts or texts, and keeps the drafter that accepts most of them."""
+"""`dflash adapt`: trains a drafter further on a user's prompts or texts, and keeps the state that accepts most."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -18,19 +18,20 @@ written_option = panel("What the target writes")
 
 @dataclass
 class AdaptationData:
-    """The texts."""
+    """The texts to train on, and the checkpoint to write."""
 
-    data: Annotated[list[str], option("Prompts, texts, answers or a trace. Again for more; each is reported.")]
+    data: Annotated[list[str], option("Prompts, texts, answers or a trace. May be repeated; each is reported.")]
     output: Annotated[Path, option("Folder of the checkpoint.")]
-    general: Annotated[str | None, option("Others, of the kind that it is good at, mixed in and not adapted to.")] = (
-        None
-    )
-    general_share: Annotated[float, option("Share of the tokens that are of --general, at most.")] = 0.3
+    general: Annotated[
+        str | None,
+        option("Other texts, of a kind that the drafter is good at, mixed in so that it stays good at them."),
+    ] = None
+    general_share: Annotated[float, option("Largest share of the tokens that may come from --general.")] = 0.3
 
 
 @dataclass
 class AdaptationAnswers:
-    """Fields of `RegenerationSettings`."""
+    """Some fields of `RegenerationSettings`."""
 
     samples: Annotated[int | None, written_option("Rows of each file to answer. Default: all.", min=1)] = None
     streaming: Annotated[
@@ -39,7 +40,7 @@ class AdaptationAnswers:
     max_new_tokens: Annotated[int, written_option("Longest answer, in tokens.", min=1)] = 512
 
 
-# Each is an option of this command's own, or has no meaning where a drafter is trained further.
+# Topics and settings that are options of this command, or have no meaning where a drafter is trained further.
 NOT_OF_THE_RECIPE = (DRAFTER, "eval_data", "samples", "streaming")
 
 
@@ -55,12 +56,15 @@ def adapt(
     answers: AdaptationAnswers,
     batch_size: Annotated[int, written_option("Rows at once.", min=1)] = 8,
     start: StartOptions,
-    has_permission: Annotated[bool, option("Go on where its licence forbids it.", "--i-have-permission")] = False,
+    has_permission: Annotated[
+        bool, option("Adapt the drafter although its licence forbids it.", "--i-have-permission")
+    ] = False,
     recipe: AdaptationRecipe,
 ) -> None:
-    """Trains a drafter further on your texts, which the target answers first, and keeps what accepts most.
+    """Trains a drafter further on your texts, and keeps the state that accepts most.
 
-    Files that hold answers already (of dflash regenerate, or its --trace) are used as they are.
+    The target first answers the texts. Files that already hold answers
+    (of dflash regenerate, or its --trace) are used as they are.
     """
     target = loading.checkpoint(target, "--target")
     drafter = loading.checkpoint(drafter, "--drafter")
@@ -76,28 +80,29 @@ def adapt(
     sources = adaptation_sources(texts.data, settings, texts.general, texts.general_share)
     check_split(sources.values(), settings.split)
     say_licences("adapt", drafter, target, has_permission)
-    with claimed(output, settings, **vars(start)) as claim:  # refused now, and not after the answers
-        places = list(sources.values())
+    # The output is claimed now, so that its errors are not raised after the answers are written.
+    with claimed(output, settings, **vars(start)) as claim:
+        paths = list(sources.values())
         if claim.finished is None:
             folder = output.with_name(f"{output.name}.answers")
             models = ModelOptions(trust_remote_code=settings.trust_remote_code)
             load = partial(load_writer, target, drafter, batch_size, loading.on_own_device(models, Processes()))
             bar = partial(answer_bar, loading.is_first_process())
             answering = _answering(answers, settings)
-            places = answer_sources(sources, folder, load, answering, target, start.overwrite, announce, bar)
-        general = None if texts.general is None else places.pop()
+            paths = answer_sources(sources, folder, load, answering, target, start.overwrite, announce, bar)
+        general = None if texts.general is None else paths.pop()
         record = finished(
             adapt_it,
             target,
             drafter,
-            places,
+            paths,
             output,
             settings,
             general=general,
             general_share=texts.general_share,
             claim=claim,
             on_point=_print_point,
-            # The licence forbids it, and the lines above were no refusal.
+            # `say_licences` raised no error, so the user has permission if the licence forbids changed copies.
             provenance={"has_permission": read_licence(drafter).forbids_changed_copies},
         )
     if loading.is_first_process():
@@ -105,7 +110,7 @@ def adapt(
 
 
 def _answering(answers: AdaptationAnswers, settings: Any) -> Any:
-    """How the target answers."""
+    """Returns the settings of the target's answers."""
     from dflash.regeneration import RegenerationSettings
 
     shared = {name: getattr(settings, name) for name in ("split", "thinking", "seed", "deduplicate")}
@@ -113,12 +118,13 @@ def _answering(answers: AdaptationAnswers, settings: Any) -> Any:
 
 
 def _print_point(point: dict[str, Any]) -> None:
+    """Prints the tau of each domain at one point of the training."""
     taus = [f"{name} {domain['tau']:.2f}" for name, domain in point["domains"].items()]
     print(f"step {point['step']}: tau {', '.join(taus)}", flush=True)
 
 
 def _print_result(output: Path, record: Any) -> None:
-    """Prints acceptance before and after, by domain and position."""
+    """Prints the acceptance before and after the training, by domain and position."""
     domains_at = {point["step"]: point["domains"] for point in record.curve}
     before = domains_at[0]
     after = domains_at[record.best_step]
@@ -134,4 +140,5 @@ def _print_result(output: Path, record: Any) -> None:
 
 
 def _shares(domain: dict[str, Any]) -> str:
+    """Returns the accepted shares of the positions as text."""
     return " ".join(f"{share:.2f}" for share in domain["accepted"])

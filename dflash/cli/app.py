@@ -1,4 +1,4 @@
-"""The application: every command in its panel, and every error as one sentence."""
+"""The application: puts every command in its panel, and prints every error as one sentence."""
 
 import inspect
 import sys
@@ -52,6 +52,7 @@ for panel, commands in PANELS.items():
 
 
 def _print_version(is_asked: bool) -> None:
+    """Prints the version and exits, if `--version` was given."""
     if is_asked:
         print(f"dflash {__version__}")
         raise typer.Exit
@@ -62,8 +63,8 @@ def common(
     _version: Annotated[
         bool, option("Print the version and exit.", "--version", callback=_print_version, is_eager=True)
     ] = False,
-    quiet: Annotated[bool, option("Log errors alone.", "--quiet", "-q")] = False,
-    verbose: Annotated[bool, option("Log what is decided on the way, too.", "--verbose", "-v")] = False,
+    quiet: Annotated[bool, option("Log errors only.", "--quiet", "-q")] = False,
+    verbose: Annotated[bool, option("Also log decisions on the way.", "--verbose", "-v")] = False,
 ) -> None:
     """DFlash speculative decoding: the target's own text, in fewer of its forwards."""
     if quiet and verbose:
@@ -75,7 +76,7 @@ def common(
 
 
 def main() -> None:
-    """Runs the command line. What the library refuses is one sentence on standard error and exit status 1."""
+    """Runs the command line. An error of the library is one sentence on standard error, and the exit status is 1."""
     clash = import_name_clash()
     if clash:
         _fail(clash)
@@ -91,5 +92,6 @@ def main() -> None:
 
 
 def _fail(sentence: str) -> None:
+    """Prints an error on standard error and exits with status 1."""
     print(f"dflash: {sentence}", file=sys.stderr)
     sys.exit(1)

@@ -11,20 +11,20 @@ from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 
-# The methods of `bench` and `eval`, in lines for the help: its paragraphs are not filled.
+# The methods of `bench` and `eval`. Lines are broken here, because the help does not wrap its paragraphs.
 METHODS = """target.generate, prompt lookup, native dflash (transformers 5.15 on),
 dflash (the drafter alone), dflash with lookup (the default of
 spec_generate), dflash with lookup and trees, dflash eager,
 dflash compiled, dflash adaptive, dflash tree, dflash drafting nothing,
 random drafter adaptive"""
 
-# What the help writes for a type: whole names then have room on 80 columns.
+# What the help shows for a type. It is short, so that whole names have room on 80 columns.
 LETTERS = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
-LONGEST_OPPOSITE = 16  # letters of a `--no-…` that has room beside its flag
+LONGEST_OPPOSITE = 16  # largest number of letters of a `--no-…` that has room beside its flag
 
 
 def panel(title: str | None) -> Callable[..., Any]:
-    """`typer.Option` by help text and names, for options that the help shows together under a title."""
+    """Returns a function that makes options from help text and names. The help shows them together under `title`."""
 
     def option(help: str, *names: str, **rules: Any) -> Any:
         return typer.Option(*names, help=help, rich_help_panel=title, **rules)
@@ -33,7 +33,7 @@ def panel(title: str | None) -> Callable[..., Any]:
 
 
 def argument(help: str, metavar: str | None = None) -> Any:
-    """`typer.Argument` by help text and what the usage calls it."""
+    """Returns a `typer.Argument` with its help text and its name in the usage line."""
     return typer.Argument(metavar=metavar, help=help)
 
 
@@ -41,7 +41,7 @@ class WholeNames(TyperCommand):
     """A command whose help shows every name whole on 80 columns."""
 
     def format_help(self, context: Any, formatter: Any) -> None:
-        """Writes the help. The opposite of a flag, if it is long and not its default's, is left out."""
+        """Writes the help. Leaves out a long opposite of a flag, unless the flag is on by default."""
         for parameter in self.params:
             is_long = any(len(name) > LONGEST_OPPOSITE for name in parameter.secondary_opts)
             if is_long and parameter.default is not True:
@@ -50,7 +50,7 @@ class WholeNames(TyperCommand):
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, which has an option for each field of its parameters that are dataclasses, and receives their objects."""
+    """Returns a function that runs `command`. It has an option for each field of the command's dataclass parameters."""
     groups: dict[str, Any] = {}
     flags: dict[str, inspect.Parameter] = {}
     for name, parameter in inspect.signature(command).parameters.items():
@@ -75,14 +75,14 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _shorten_type(hint: Any, note: Any) -> None:
-    """Makes the help name the type of an option in short."""
+    """Shortens the name that the help shows for the type of an option."""
     letters = [letter for kind, letter in LETTERS.items() if kind in _kinds(hint)]
     if isinstance(note, OptionInfo) and note.metavar is None and letters:
         note.metavar = letters[0]
 
 
 def _kinds(hint: Any) -> set[Any]:
-    """A type and all that it is made of: `list[Path] | None` has `Path` in it."""
+    """Returns a type and all types in it: those of `list[Path] | None` include `Path`."""
     return {hint}.union(*map(_kinds, get_args(hint)))
 
 
@@ -90,8 +90,8 @@ option = panel(None)
 prompt_option, decoding_option, model_option = panel("Prompts"), panel("Decoding"), panel("Models and device")
 server_option, result_option = panel("Servers"), panel("Result")
 
-# What `loading.read_prompts` reads.
-PROMPT_FILE = "A file with a prompt a line, or JSON with messages, prompt or question"
+# The files that `loading.read_prompts` reads.
+PROMPT_FILE = "A file with a prompt on each line, or JSON with messages, prompt or question"
 
 # Short metavars leave room for whole names on 80 columns.
 Target = Annotated[str, option("The target: a local folder or an id on the Hub.", metavar="NAME")]
@@ -99,7 +99,7 @@ Drafter = Annotated[str, option("Its DFlash drafter: a local folder or an id on 
 TargetOfDrafter = Annotated[
     str | None, option("Its target: a local folder or an id on the Hub.", "--target", metavar="NAME")
 ]
-Source = Annotated[str, argument("A drafter's checkpoint of any tool: a folder or an id on the Hub.", "SOURCE")]
+Source = Annotated[str, argument("A drafter's checkpoint from any tool: a folder or an id on the Hub.", "SOURCE")]
 WeightsOnly = Annotated[bool, option("Read the tensors of a pickle too.", "--weights-only")]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 TrustRemoteCode = Annotated[
@@ -107,14 +107,14 @@ TrustRemoteCode = Annotated[
 ]
 Thinking = Annotated[bool, prompt_option("Let the chat template ask for thinking.")]
 ApiKeyEnv = Annotated[str | None, server_option("Environment variable that holds the API key.", metavar="NAME")]
-Hardware = Annotated[str | None, server_option("Hardware of the servers, for the record.")]
-Model = Annotated[str | None, server_option("The served model's name. Default: the only one.")]
+Hardware = Annotated[str | None, server_option("Hardware of the servers, to record it in the result.")]
+Model = Annotated[str | None, server_option("The served model's name. Default: the server's only model.")]
 BaselineModel = Annotated[str | None, server_option("The model's name at --baseline-url. Default: that of --model.")]
 Repeats = Annotated[int, decoding_option("Runs of each method on each prompt; the median counts.", min=1)]
 Output = Annotated[Path | None, result_option("JSON file to write.")]
 Overwrite = Annotated[bool, result_option("Replace a file that exists at --output.", "--overwrite")]
 AsJson = Annotated[bool, result_option("Print one JSON object.", "--json")]
-AcceptLicence = Annotated[bool, option("Go on where a licence forbids it.", "--accept-licence")]
+AcceptLicence = Annotated[bool, option("Go on although a licence forbids it.", "--accept-licence")]
 
 
 @dataclass
@@ -145,7 +145,7 @@ class TemplateOptions:
 
 @dataclass
 class ResultOptions:
-    """Where a result goes."""
+    """Where and how a result is written."""
 
     output: Output = None
     overwrite: Overwrite = False

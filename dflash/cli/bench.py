@@ -1,4 +1,4 @@
-"""`dflash bench`: how fast each way of decoding is with a pair, on the same prompts, in one run."""
+"""`dflash bench`: measures how fast each way of decoding is with a pair, on the same prompts, in one run."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -46,7 +46,9 @@ class BenchModels(ModelOptions):
 class BenchMethods:
     """Fields of `BenchPlan`."""
 
-    methods: Annotated[str | None, decoding_option("More methods, with commas between. Default: all.")] = None
+    methods: Annotated[
+        str | None, decoding_option("Methods besides target.generate, separated by commas. Default: all.")
+    ] = None
     max_new_tokens: Annotated[int, decoding_option("Longest answer, in tokens.", min=2)] = 256
     repeats: Repeats = 3
     profiled: Annotated[int, decoding_option("Number of prompts that are profiled; 0 for none.", min=0)] = 4
@@ -95,8 +97,8 @@ def bench(
         dialogues = dialogues or {"held-out templates": heldout_dialogues()}
         encode = encoder(pair.tokenizer, template)
         encoded = []
-        for task, of_task in dialogues.items():
-            encoded += [Prompt(task, encode(dialogue)) for dialogue in of_task[:limit]]
+        for task, task_dialogues in dialogues.items():
+            encoded += [Prompt(task, encode(dialogue)) for dialogue in task_dialogues[:limit]]
         facts = {
             "target": target,
             "drafter": drafter,
@@ -115,7 +117,7 @@ def bench(
 
 
 def _pair(target: str | None, drafter: str | None, models: BenchModels) -> Pair:
-    """The named pair, or the embedded one."""
+    """Loads and returns the named pair, or the embedded pair if none is named."""
     import torch
 
     from dflash.checkpoints import load_embedded_pair
@@ -130,12 +132,12 @@ def _pair(target: str | None, drafter: str | None, models: BenchModels) -> Pair:
 
 
 def _plots(result: dict[str, Any], output: Path) -> list[Path]:
-    """Draws the plots beside `output`, which is there already, and returns all paths."""
+    """Draws the plots beside the written `output`, and returns the paths of all files."""
     from dflash.evaluation import save_plots
 
     try:
         return [output, *save_plots(result, output)]
-    except ValueError as error:  # they can be drawn from the figures at any time
+    except ValueError as error:  # the plots can be drawn later from the figures in `output`
         Console(stderr=True, highlight=False).print(f"{error} Then: dflash report {output}", soft_wrap=True)
         return [output]
 
@@ -151,24 +153,27 @@ PROFILED = (
 
 
 def bar(items: Iterable[Any], what: str) -> Iterable[Any]:
-    """The items, counted on standard error. No thread draws the bar, because that would disturb the measurement."""
+    """Yields the items and counts them on standard error.
+
+    No thread draws the bar, because that would disturb the measurement.
+    """
     with counting_bar(is_first=True, auto_refresh=False) as progress:
         yield from progress.track(list(items), description=what)
 
 
 def show(result: dict[str, Any]) -> None:
-    """The tables of the measurement and of the profile on standard output, and what their figures depend on."""
+    """Prints the tables of the measurement and of the profile, and what their figures depend on."""
     from dflash.evaluation import table_of
 
     rows = result["summary"]
     for task in dict.fromkeys(row["task"] for row in rows):
-        of_task = [row for row in rows if row["task"] == task]
-        first = of_task[0]
+        task_rows = [row for row in rows if row["task"] == task]
+        first = task_rows[0]
         prompts = counted(first["prompts"], "prompt")
-        show_table(table_of(of_task, TIMED, short=True), f"{task}, {prompts}")
+        show_table(table_of(task_rows, TIMED, short=True), f"{task}, {prompts}")
         if "profiled_prompts" in first:
             profiled = counted(first["profiled_prompts"], "prompt")
             title = f"A step, profiled on {profiled} (slower than unprofiled)"
-            show_table(table_of(of_task, PROFILED, short=True), title)
+            show_table(table_of(task_rows, PROFILED, short=True), title)
     repeats = counted(result["decoding"]["repeats"], "interleaved repeat")
     show_facts(result, f"medians of {repeats}")

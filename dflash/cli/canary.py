@@ -1,4 +1,4 @@
-"""`dflash canary`: a server with DFlash beside one without, before the switch."""
+"""`dflash canary`: compares a server with DFlash to one without, before you switch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ load_option, goal_option = panel("Load"), panel("Targets and cost")
 
 @dataclass
 class CanaryServers:
-    """The servers beside the one with DFlash, and how they are asked."""
+    """The server without DFlash, and how both servers are asked."""
 
     baseline_url: Annotated[str | None, server_option("The same model served without DFlash.")] = None
     model: Model = None
@@ -46,18 +46,22 @@ class CanaryServers:
 class LoadOptions:
     """Fields of `Load`."""
 
-    concurrency: Annotated[str, load_option("Concurrent requests, level by level.")] = "1,2,4,8,16,32"
-    rounds: Annotated[int, load_option("Requests of a level per concurrent one; at least 16 in all.", min=1)] = 4
+    concurrency: Annotated[str, load_option("Numbers of concurrent requests, one for each level.")] = "1,2,4,8,16,32"
+    rounds: Annotated[
+        int, load_option("Requests per level, as a multiple of its concurrency; at least 16 in all.", min=1)
+    ] = 4
     max_new_tokens: Annotated[int, load_option("Longest answer, in tokens.", min=2)] = 512
     temperature: Annotated[float, load_option("0 decodes greedily, and texts are compared.", min=0)] = 0.0
-    seed: Annotated[int, load_option("Of the order of the prompts.", min=0)] = 0
+    seed: Annotated[int, load_option("Seed of the order of the prompts.", min=0)] = 0
     target_ms_per_output_token: Annotated[
         float | None, goal_option("Largest p99 of the time per token.", "--target-ms-per-token", min=0)
     ] = None
     target_ms_to_first_token: Annotated[
         float | None, goal_option("Largest p99 of the time to the first token.", min=0)
     ] = None
-    price_per_hour: Annotated[float | None, goal_option("Of a server: adds the cost of a token.", min=0)] = None
+    price_per_hour: Annotated[
+        float | None, goal_option("Price of a server, to report the cost of a token.", min=0)
+    ] = None
 
 
 def canary(
@@ -75,7 +79,7 @@ def canary(
     overwrite: Overwrite = False,
 ) -> None:
     """Measures a server with DFlash and one without under the same load: waits, throughput, acceptance, cost."""
-    levels = tuple(sorted(set(numbers(requests.concurrency, "--concurrency", least=1))))
+    levels = tuple(sorted(set(numbers(requests.concurrency, "--concurrency", minimum=1))))
     for path in filter(None, (output, plot)):
         check_output(path, overwrite)
     if output is not None and plot is not None and output.resolve() == plot.resolve():
@@ -103,9 +107,10 @@ def canary(
 
 
 def _show(result: dict[str, Any]) -> None:
+    """Prints the table, the best level of each server, and a warning if prompts were repeated."""
     from dflash.evaluation import table_of
 
-    show_table(table_of(result["summary"]), num_names=2)  # a server at a level
+    show_table(table_of(result["summary"]), num_names=2)  # a row is named by its server and its level
     console = Console(highlight=False)
     for name, row in result["at_target"].items():
         best = "no level" if row is None else f"{row['tokens_per_second']:.0f} tokens/s, {row['concurrency']} at once"

@@ -1,4 +1,4 @@
-"""`dflash check`: what is wrong with a drafter's checkpoint, and what each engine makes of it."""
+"""`dflash check`: says what is wrong with a drafter's checkpoint, and how each engine reads it."""
 
 import json
 from typing import Annotated
@@ -19,7 +19,7 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Says what is wrong with a drafter's checkpoint and what each engine makes of it; exit status 1 if one fails.
+    """Says what is wrong with a drafter's checkpoint and how each engine reads it. Exit status 1 if an engine fails.
 
     Every weight is read, to find those that are NaN or infinite. With --target the pair is checked too.
     """

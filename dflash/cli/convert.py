@@ -1,4 +1,4 @@
-"""`dflash convert`: a drafter of any dialect, written in this library's form."""
+"""`dflash convert`: writes a drafter of any dialect in this library's form."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,14 +9,14 @@ from .loading import checkpoint, hide_loading_bars
 
 def convert(
     source: Source,
-    folder: Annotated[Path, argument("Where to write it.", "FOLDER")],
+    folder: Annotated[Path, argument("The folder to write.", "FOLDER")],
     target: TargetOfDrafter = None,
     weights_only: WeightsOnly = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Writes a drafter of any dialect in this library's form, its code beside its weights.
+    """Writes a drafter of any dialect in this library's form, with its code beside its weights.
 
-    --target gives what the config of some dialects leaves out: the target's depth and vocabulary.
+    The configs of some dialects do not state the depth and the vocabulary of the target: give --target then.
     """
     hide_loading_bars()
     from dflash.checkpoints import convert_checkpoint

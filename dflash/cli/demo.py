@@ -1,4 +1,4 @@
-"""`dflash demo`: the embedded pair answers word problems, plainly and with DFlash, side by side."""
+"""`dflash demo`: the embedded pair answers word problems, plainly and with DFlash."""
 
 from typing import Annotated, Any
 
@@ -41,7 +41,7 @@ def demo(
 
 
 def warm_up(pair: Pair, input_ids: Any) -> None:
-    """A few tokens of both, so that neither run pays for what happens once."""
+    """Decodes a few tokens in both ways, so that neither measured run includes what happens only once."""
     from dflash.evaluation import GREEDY, timed_blocks, timed_generate
 
     timed_generate(pair.target, input_ids, max_new_tokens=8, **GREEDY)
@@ -49,7 +49,7 @@ def warm_up(pair: Pair, input_ids: Any) -> None:
 
 
 def show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_tokens: int) -> None:
-    """Answers each prompt plainly, then with DFlash, both streamed; ends with the table."""
+    """Answers each prompt plainly, then with DFlash, and streams both texts. Prints the table at the end."""
     from dflash.common.provenance import environment
 
     console = Console(highlight=False)
@@ -71,16 +71,16 @@ def show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_tok
 
 
 def _compare(console: Console, pair: Pair, input_ids: Any, max_new_tokens: int) -> Comparison:
-    """Answers one prompt twice, streamed."""
+    """Answers one prompt in both ways, streams the texts, and returns the comparison."""
     from dflash.evaluation import GREEDY, first_difference, timed_blocks, timed_generate
 
-    longest = {"max_new_tokens": max_new_tokens}
+    limit = {"max_new_tokens": max_new_tokens}
     console.print(Text("\ntarget.generate", "dim"))
     printer = BlockPrinter(console, pair.tokenizer)
-    plain = timed_generate(pair.target, input_ids, on_tokens=printer.tokens, **longest, **GREEDY)
+    plain = timed_generate(pair.target, input_ids, on_tokens=printer.tokens, **limit, **GREEDY)
     printer.end()
     console.print(Text("\nDFlash", "dim"))
     printer = BlockPrinter(console, pair.tokenizer)
-    fast = timed_blocks(pair.drafter, pair.target, input_ids, printer.block, temperature=0.0, **longest)
+    fast = timed_blocks(pair.drafter, pair.target, input_ids, printer.block, temperature=0.0, **limit)
     printer.end()
     return Comparison(plain, fast, first_difference(pair.target, input_ids, plain.token_ids, fast.token_ids))

@@ -1,4 +1,4 @@
-"""`dflash doctor`: why a pair accepts little, and what to change."""
+"""`dflash doctor`: says why a pair accepts little, and what to change."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,10 +38,11 @@ def doctor(
     models: ModelOptions,
     result: ResultOptions,
 ) -> None:
-    """Says why a pair accepts little: measures it beside its card, then with one change at a time.
+    """Says why a pair accepts little: compares it with its card, then measures it with one change at a time.
 
-    It tries the other thinking mode, prompts with and without the chat template, target layers off by one,
-    other mask tokens, the target's rope and other dtypes, and says in order what helps and what that gains.
+    It tries the other thinking mode, prompts with and without the chat
+    template, target layers off by one, other mask tokens, the target's rope
+    and other dtypes. It says in order what helps and how much.
     """
     if result.output is not None:
         check_output(result.output, result.overwrite)
@@ -73,7 +74,7 @@ def doctor(
 
 
 def _show(result: dict[str, Any]) -> None:
-    """The trials, what the card says, and what to do."""
+    """Prints the trials, what the card says, and what to do."""
     console = Console(highlight=False)
     decoding = result["decoding"]
     setup = result["environment"]
@@ -89,7 +90,7 @@ def _show(result: dict[str, Any]) -> None:
     line = ", ".join(facts)
     console.print(Text.assemble((pair, "bold"), (f"  {line}", "dim")))
     console.print(_trials(result["summary"], setup["block_size"] - 1))
-    key = "at N: of the steps that propose a token at position N of the block, those that keep it"
+    key = "at N: share of the steps that keep the token at position N of the block, if they propose one"
     console.print(Text(key, "dim"))
     stated = [f"{published['tau']:.2f} ({published['measured_on']})" for published in result["published"]]
     console.print(f"Published tau: {', '.join(stated) or 'the card states none'}")
@@ -105,14 +106,14 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _trials(rows: list[dict[str, Any]], last: int) -> Table:
-    """A row for each trial; `last` is the last position of a block."""
+    """Returns a table with a row for each trial. `last` is the last position of a block."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("change", overflow="fold")
     table.add_column("tau", justify="right")
-    places = [place for place in (1, 2, 4, 8) if place < last]
-    places.append(last)
-    for place in places:
-        table.add_column(f"at {place}", justify="right", no_wrap=True)
+    positions = [position for position in (1, 2, 4, 8) if position < last]
+    positions.append(last)
+    for position in positions:
+        table.add_column(f"at {position}", justify="right", no_wrap=True)
     after: list[str] = []
     for row in rows:
         if row["after"] != after:
@@ -125,8 +126,8 @@ def _trials(rows: list[dict[str, Any]], last: int) -> Table:
             continue
         shares = row["accepted_at"]
         figures = []
-        for place in places:
-            is_known = place <= len(shares)
-            figures.append(f"{100 * shares[place - 1]:.0f} %" if is_known else "")
+        for position in positions:
+            is_known = position <= len(shares)
+            figures.append(f"{100 * shares[position - 1]:.0f} %" if is_known else "")
         table.add_row(change, f"{row['tau']:.2f}", *figures)
     return table

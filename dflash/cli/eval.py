@@ -1,4 +1,4 @@
-"""`dflash eval`: the paper's tasks or one's own prompts with any pair, plain decoding beside DFlash, answers scored."""
+"""`dflash eval`: measures and scores a pair on the paper's tasks or your own prompts, plainly and with DFlash."""
 
 import sys
 from collections.abc import Sequence
@@ -39,19 +39,19 @@ from .tracing import TraceFile, check_trace_file, recording
 class QuestionOptions:
     """The questions."""
 
-    tasks: Annotated[str | None, option("Names of the tasks above, with commas between.")] = None
+    tasks: Annotated[str | None, option("Names of the tasks above, separated by commas.")] = None
     prompts: Annotated[
         list[Path] | None,
-        option(f"Your own, besides or instead of tasks; not scored. {PROMPT_FILE}; may be repeated."),
+        option(f"Your own prompts, besides or instead of tasks; not scored. {PROMPT_FILE}; may be repeated."),
     ] = None
     limit: Annotated[int, prompt_option("Prompts of each task and file; 0 for all.", min=0)] = 80
-    seed: Annotated[int, prompt_option("Chooses the prompts.", min=0)] = 0
+    seed: Annotated[int, prompt_option("Seed of the choice of the prompts.", min=0)] = 0
     data_root: Annotated[Path | None, prompt_option("Read the tasks from files below this folder.")] = None
 
 
 @dataclass
 class AskingOptions(TemplateOptions):
-    """How they are asked, and whether the answers are scored."""
+    """How the questions are asked, and whether the answers are scored."""
 
     score: Annotated[bool, prompt_option("Score the answers; runs code that the target wrote.")] = True
     unsafe_code: Annotated[
@@ -63,7 +63,7 @@ class AskingOptions(TemplateOptions):
 class EvalMethods:
     """How the answers are decoded."""
 
-    methods: Annotated[str, decoding_option("Methods besides target.generate, with commas between.")] = "dflash"
+    methods: Annotated[str, decoding_option("Methods besides target.generate, separated by commas.")] = "dflash"
     max_new_tokens: Annotated[
         int | None,
         decoding_option("Longest answer, in tokens. Default: 2048, or half of the target's positions.", min=2),
@@ -75,7 +75,9 @@ class EvalMethods:
 class EvalServers:
     """A server of the pair and one of the target alone."""
 
-    url: Annotated[str | None, server_option("A server of the pair (vLLM, SGLang, …); loads no weights.")] = None
+    url: Annotated[
+        str | None, server_option("A server of the pair (vLLM, SGLang, …). No weights are loaded here.")
+    ] = None
     baseline_url: Annotated[str | None, server_option("A server of the target alone.")] = None
     model: Model = None
     baseline_model: BaselineModel = None
@@ -86,7 +88,9 @@ class EvalServers:
 class EvalFiles:
     """What is written."""
 
-    output: Annotated[Path | None, result_option("JSON to write; a stopped run continues from its .jsonl.")] = None
+    output: Annotated[
+        Path | None, result_option("JSON file to write. A stopped run goes on from the .jsonl beside it.")
+    ] = None
     overwrite: Annotated[bool, result_option("Begin anew if --output exists.", "--overwrite")] = False
     trace: TraceFile = None
     as_json: AsJson = False
@@ -110,11 +114,11 @@ def evaluate(
 
     Methods: {methods}.
 
-    With --url and --baseline-url two servers answer, and only the target's tokenizer is read here.
+    With --url and --baseline-url two servers answer, and only the target's tokenizer is loaded here.
 
-    In several processes, each with its share of the prompts:
-    torchrun --nproc-per-node N -m dflash eval …,
-    or accelerate launch (which starts a single one with --cpu).
+    In N processes, each with its share of the prompts:
+    torchrun --nproc-per-node N -m dflash eval …
+    (accelerate launch works too, but starts a single process with --cpu.)
     """
     loading.hide_loading_bars()
     from dflash.common.processes import Processes
@@ -143,7 +147,7 @@ def evaluate(
             backend = _backend(pair, decoding.max_new_tokens, methods, recorder)
         if processes.is_first:
             if decoding.max_new_tokens is None:
-                _say_longest(backend.max_new_tokens)
+                _say_limit(backend.max_new_tokens)
             loading.say_without_template(tokenizer, asking.chat_template)
         # No thread draws the bar, because that would disturb the measurement.
         bar = _Bar(stack.enter_context(counting_bar(processes.is_first, auto_refresh=False)))
@@ -154,7 +158,7 @@ def evaluate(
 
 
 def _silence_datasets() -> None:
-    """Hides what `datasets` shows: reading local rows takes no time, and its errors are sentences of ours."""
+    """Hides the output of `datasets`: local rows are read at once, and this package has its own errors for them."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -171,12 +175,12 @@ def _check_servers(servers: EvalServers, methods: str, num_processes: int) -> No
         raise ValueError(f"--methods {methods} run in this process, and --url asks a server: leave one of them out.")
     if num_processes > 1:
         raise ValueError(
-            f"--url asks one question at a time, not the {num_processes} of as many processes: start one."
+            f"--url asks one question at a time, and there are {num_processes} processes: start only one."
         )
 
 
 def _plan(target: str, drafter: str, questions: QuestionOptions, asking: AskingOptions, repeats: int) -> Any:
-    """What is evaluated, and how."""
+    """Returns the plan of the evaluation. ValueError if there are no questions."""
     from dflash.evaluation import EvalPlan
 
     if questions.tasks is None and not questions.prompts:
@@ -196,7 +200,7 @@ def _plan(target: str, drafter: str, questions: QuestionOptions, asking: AskingO
 
 
 def _questions(plan: Any, prompts: Sequence[Path]) -> list[Any]:
-    """The questions of the tasks, then those of one's own prompts."""
+    """Returns the questions of the tasks, then those of the user's prompts."""
     from dflash.evaluation import questions_of, questions_of_prompts
 
     if plan.data_root is not None:
@@ -207,15 +211,15 @@ def _questions(plan: Any, prompts: Sequence[Path]) -> list[Any]:
     return [*questions_of(plan), *own]
 
 
-def _say_longest(max_new_tokens: int) -> None:
-    """Says on standard error where answers are cut, unless that is the usual place."""
+def _say_limit(max_new_tokens: int) -> None:
+    """Says on standard error at how many tokens answers are cut, unless it is the usual number."""
     if max_new_tokens < 2048:
-        longest = f"{max_new_tokens} tokens, half of the target's positions (--max-new-tokens)"
-        print(f"Answers are cut at {longest}.", file=sys.stderr)
+        limit = f"{max_new_tokens} tokens, half of the target's positions (--max-new-tokens)"
+        print(f"Answers are cut at {limit}.", file=sys.stderr)
 
 
 def _check_traced(trace: Path | None, url: str | None, methods: Sequence[str]) -> None:
-    """Raises ValueError for a trace where no draft is made in this process."""
+    """Raises ValueError for a trace if this process makes no drafts."""
     from dflash.evaluation import OURS
 
     if trace is None or (url is None and OURS in methods):
@@ -225,14 +229,17 @@ def _check_traced(trace: Path | None, url: str | None, methods: Sequence[str]) -
 
 
 def _claim(stack: ExitStack, files: EvalFiles, prompts: Sequence[Path]) -> None:
-    """Checks the files that are written, and locks the output before anything is loaded: of two commands the first one writes."""
+    """Checks the files to write and locks the output before anything is loaded.
+
+    So only the first of two commands writes.
+    """
     from dflash.evaluation import check_eval_output
 
     output = files.output
     written = [] if output is None else [output, output.parent / f"{output.stem}.jsonl"]
-    places = [path.resolve() for path in written]
+    written_paths = [path.resolve() for path in written]
     for path in prompts:
-        if path.resolve() in places:
+        if path.resolve() in written_paths:
             raise ValueError(f"--prompts {path} is a file that --output {output} writes: give --output another name.")
     check_trace_file(files.trace, [*prompts, *written])
     if output is not None:
@@ -241,7 +248,7 @@ def _claim(stack: ExitStack, files: EvalFiles, prompts: Sequence[Path]) -> None:
 
 
 def _server_backend(servers: EvalServers, tokenizer: Any, max_new_tokens: int | None) -> Any:
-    """The two servers."""
+    """Returns the backend that asks the two servers."""
     from dflash.evaluation import Server, server_backend
 
     return server_backend(
@@ -256,7 +263,7 @@ def _server_backend(servers: EvalServers, tokenizer: Any, max_new_tokens: int | 
 
 
 def _backend(pair: loading.Pair, max_new_tokens: int | None, methods: Sequence[str], recorder: Any) -> Any:
-    """The pair's methods in this process; `recorder` makes the method of the drafter alone record its texts."""
+    """Returns the backend that decodes in this process. `recorder` makes the method `OURS` record its texts."""
     from dflash.evaluation import OURS, pair_backend
 
     backend = pair_backend(pair.target, pair.drafter, max_new_tokens, methods)
@@ -271,7 +278,7 @@ def _backend(pair: loading.Pair, max_new_tokens: int | None, methods: Sequence[s
 
 
 class _Bar:
-    """Progress over the share of one process, with the task's speed-up and tau so far."""
+    """A progress bar over the questions of one process, with the speed-up and tau of the task so far."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -279,13 +286,13 @@ class _Bar:
         self._answers: list[Any] = []
 
     def begin(self, share: int, done: int) -> None:
-        """Says how many questions were answered by an earlier start, and counts `share` from here on."""
+        """Prints how many questions an earlier start answered, and sets the bar to `share` questions."""
         if done:
             self._progress.console.print(f"{counted(done, 'question')} answered before.")
         self._progress.update(self._task, total=share, refresh=True)
 
     def done(self, answers: Sequence[Any]) -> None:
-        """Counts a question with its answers; one that is too long has none."""
+        """Counts a question and its answers. A question that is too long has no answers."""
         from dflash.evaluation import summarise_answers
 
         self._answers += answers
@@ -306,7 +313,7 @@ SHOWN = (
 
 
 def _report(result: dict[str, Any], files: EvalFiles) -> None:
-    """Prints the result, and where its files are."""
+    """Prints the result and the paths of its files."""
     print_result(result, files.as_json, _show)
     if files.output is not None:
         answers = files.output.with_suffix(".jsonl")
@@ -314,7 +321,7 @@ def _report(result: dict[str, Any], files: EvalFiles) -> None:
 
 
 def _show(result: dict[str, Any]) -> None:
-    """The table, and what its figures depend on."""
+    """Prints the table and what its figures depend on."""
     from dflash.evaluation import means_of_tasks, table_of
 
     rows = result["summary"]

@@ -1,4 +1,4 @@
-"""`dflash export`: a drafter in the form that all engines load."""
+"""`dflash export`: writes a drafter in the form that all engines load."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,12 +9,12 @@ from .loading import checkpoint, hide_loading_bars
 
 def export(
     source: Source,
-    folder: Annotated[Path, argument("Where to write it; its name contains DFlash.", "FOLDER")],
+    folder: Annotated[Path, argument("The folder to write. Its name must contain DFlash.", "FOLDER")],
     target: Target,
     weights_only: WeightsOnly = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Writes a drafter in the form that all engines load, with a card; refused if one fails by `dflash check`."""
+    """Writes a drafter in the form that all engines load, with a card. Refused if an engine fails in `dflash check`."""
     hide_loading_bars()
     from dflash.checkpoints import export_checkpoint
 

@@ -1,4 +1,4 @@
-"""`dflash export-demo`: the embedded pair as checkpoint folders."""
+"""`dflash export-demo`: writes the embedded pair as checkpoint folders."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,9 +9,9 @@ from .terminal import progress_bar
 
 
 def export_demo(
-    folder: Annotated[Path, argument("Three checkpoint folders are written below it.")],
+    folder: Annotated[Path, argument("The folder in which three checkpoint folders are written.")],
 ) -> None:
-    """Writes the embedded target and its two drafters as checkpoint folders, the code beside each drafter's weights."""
+    """Writes the embedded target and its two drafters as checkpoint folders. Each drafter comes with its code."""
     with progress_bar("Writing the embedded pair", num_steps=2) as advance:
         hide_loading_bars()
         from dflash.checkpoints import DOMINO_NAME, export_embedded_pair

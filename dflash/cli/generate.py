@@ -21,7 +21,7 @@ from .tracing import TraceFile, check_trace_file, recording
 
 @dataclass
 class ShownOptions:
-    """What is shown and kept."""
+    """What is shown and what is recorded."""
 
     as_json: AsJson = False
     compare: Annotated[bool, option("Run target.generate too, and compare.", "--compare")] = False
@@ -30,7 +30,7 @@ class ShownOptions:
 
 @dataclass
 class RequestOptions:
-    """The request."""
+    """The settings of the request."""
 
     max_new_tokens: Annotated[int, decoding_option("Longest answer, in tokens.", metavar="N")] = 512
     temperature: Annotated[float, decoding_option("0 decodes greedily; above 0 samples.", metavar="X")] = 0.0
@@ -41,7 +41,7 @@ class RequestOptions:
     seed: Annotated[int, decoding_option("Seed of the sampling.", min=0, max=2**63 - 1, metavar="N")] = 0
 
     def request(self) -> dict[str, Any]:
-        """The keywords of the loop; ValueError for a value that no request can have, by the name of its flag."""
+        """Returns the keywords of the loop. ValueError for a wrong value, with the name of its flag."""
         from dflash.model.requests_dflash import SETTINGS
 
         keywords = {name: value for name, value in vars(self).items() if value is not None}
@@ -101,7 +101,7 @@ def generate(
 
 
 def _figures(run: Any) -> str:
-    """One line on a text: how long it is, how fast it came, and how much was accepted."""
+    """Returns one line on a text: its length, its speed and how much was accepted."""
     figures = [
         counted(len(run.token_ids), "token"),
         f"{run.tokens_per_second:.1f} tokens/s",
@@ -116,7 +116,7 @@ def _figures(run: Any) -> str:
 
 
 def _report(run: Any, pair: Pair) -> dict[str, Any]:
-    """The text and its figures as JSON can hold them; a mean of no steps is null."""
+    """Returns the text and its figures for JSON. A mean over no steps is `None`."""
     from dflash.common.provenance import versions
 
     means = {name: getattr(run, name) for name in ("tau", "tau_with_lookup", "tokens_per_step")}
@@ -136,11 +136,11 @@ def _report(run: Any, pair: Pair) -> dict[str, Any]:
 
 
 def _warn_of_positions(pair: Pair, num_prompt_tokens: int, max_new_tokens: int) -> None:
-    """Says on standard error that a request reaches beyond the positions that the target was made for."""
+    """Says on standard error if a request reaches beyond the target's positions."""
     config = pair.target.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
-    longest = num_prompt_tokens + max_new_tokens
-    if positions is not None and num_prompt_tokens < positions < longest:
+    max_length = num_prompt_tokens + max_new_tokens
+    if positions is not None and num_prompt_tokens < positions < max_length:
         say_once(
             f"The prompt's {num_prompt_tokens} tokens and --max-new-tokens {max_new_tokens} reach beyond the target's "
             f"{positions} positions, where its text gets worse: ask for at most {positions - num_prompt_tokens}."

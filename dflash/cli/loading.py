@@ -1,4 +1,4 @@
-"""What several commands do with their options. They refuse wrong values before they load anything."""
+"""Functions that several commands use to check options and to load models. Wrong values are refused before loading."""
 
 import functools
 import os
@@ -33,9 +33,9 @@ class Pair(NamedTuple):
 
 
 def load_pair(target: str, drafter: str, models: ModelOptions) -> Pair:
-    """Both models and the tokenizer, by folder or Hub id; ValueError names the one that cannot be loaded.
+    """Loads and returns a pair, by folder or Hub id. ValueError names the model that cannot be loaded.
 
-    Code of the target's repository runs only with `models.trust_remote_code`; nothing asks on standard input.
+    Code of the target's repository runs only with `models.trust_remote_code`. No question is asked on standard input.
     """
     target = checkpoint(target, "--target")
     drafter = checkpoint(drafter, "--drafter")
@@ -58,14 +58,14 @@ def load_pair(target: str, drafter: str, models: ModelOptions) -> Pair:
 
 
 def load_target(target: str, models: ModelOptions) -> Any:
-    """The target of a folder or Hub id; ValueError that names it if it cannot be loaded."""
+    """Loads and returns the target, by folder or Hub id. ValueError with its name if it cannot be loaded."""
     from transformers import AutoModelForCausalLM
 
     own_code = models.trust_remote_code
-    place: dict[str, Any] = {"dtype": models.dtype, "device_map": known_device(models.device)}
+    options: dict[str, Any] = {"dtype": models.dtype, "device_map": known_device(models.device)}
     with named("--target", target):
         refuse_own_generate(target, own_code)
-        model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=own_code, **place).eval()
+        model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=own_code, **options).eval()
     if models.dtype == "auto" and is_first_process():
         _say_emulation(model)
     return model
@@ -83,7 +83,7 @@ def _say_emulation(model: Any) -> None:
 
 
 def _say_depth(config: Any) -> None:
-    """Says on standard error how much a drafter proposes, unless errors alone are wanted (`--quiet`)."""
+    """Says on standard error how many tokens a drafter proposes, except with `--quiet`."""
     from transformers.utils import logging
 
     if logging.get_verbosity() < logging.ERROR:
@@ -97,19 +97,19 @@ def _say_depth(config: Any) -> None:
 
 
 def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a causal language model; ValueError for a model of another kind or without a tokenizer."""
+    """Loads and returns the tokenizer of a target. ValueError if there is none, or if the model is not a causal one."""
     from transformers import AutoConfig, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     with named("--target", target):
         config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
-        # AutoModelForCausalLM takes these too, and their positions then see the positions after them.
+        # AutoModelForCausalLM loads these too, but their positions would then see later positions.
         if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
-            raise ValueError(f"a {config.model_type} model is no causal language model: give one that generates text.")
+            raise ValueError(f"a {config.model_type} model is not a causal language model: give one that writes text.")
         try:
             tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
             is_empty = not tokenizer("a", add_special_tokens=False)["input_ids"]
-        except TypeError:  # transformers 4.57, of files that are not there
+        except TypeError:  # raised by transformers 4.57 if there are no files
             is_empty = True
         if is_empty:
             raise ValueError("there is no tokenizer: put its files (tokenizer.json, tokenizer_config.json) there.")
@@ -118,7 +118,7 @@ def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
 
 @contextmanager
 def named(option: str, name: str) -> Iterator[None]:
-    """Raises what goes wrong in the body as one sentence that begins with the checkpoint's name."""
+    """Raises an error in the body again, as one sentence that begins with the option and the checkpoint's name."""
     try:
         yield
     except Exception as error:
@@ -129,9 +129,9 @@ def named(option: str, name: str) -> Iterator[None]:
 
 
 def checkpoint(name: str, option: str) -> str:
-    """A folder's path with `~` resolved, or a Hub id as it is; ValueError for what can be neither.
+    """Returns the path of a folder with `~` resolved, or a Hub id unchanged. ValueError for any other name.
 
-    If the Hub does not answer, this process reads its cache alone from here on.
+    If the Hub does not answer, this process reads only the Hub's cache from now on.
     """
     path = os.path.expanduser(name)
     remedy = "give a checkpoint's folder or its id on the Hub."
@@ -142,7 +142,7 @@ def checkpoint(name: str, option: str) -> str:
             raise ValueError(f"{option} {name} holds no config.json: {remedy}")
         return path
     if not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
-        raise ValueError(f"{option} {name or repr(name)} is no folder: {remedy}")
+        raise ValueError(f"{option} {name or repr(name)} is not a folder: {remedy}")
     from dflash.common.hub import read_cache_without_hub
 
     read_cache_without_hub(say_once)
@@ -150,7 +150,7 @@ def checkpoint(name: str, option: str) -> str:
 
 
 def known_device(device: str | None) -> str:
-    """The value of `from_pretrained(device_map=…)`; ValueError for a device that cannot be used here."""
+    """Returns the value of `from_pretrained(device_map=…)`. ValueError for a device that cannot be used here."""
     import torch
 
     from dflash.common.devices import device_fault
@@ -164,12 +164,12 @@ def known_device(device: str | None) -> str:
 
 
 def is_first_process() -> bool:
-    """Whether this process is the first of its siblings, by the launcher's variables; no connection is made."""
+    """Returns whether this process is the first, by the launcher's variables. It makes no connection."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def on_own_device(models: ModelOptions, processes: Any) -> ModelOptions:
-    """`models` on the GPU of this process, where several run on one machine and no device is named."""
+    """Returns `models` with the GPU of this process, if there are several processes and no device is named."""
     import torch
 
     if models.device or processes.count == 1 or not torch.cuda.is_available():
@@ -178,7 +178,7 @@ def on_own_device(models: ModelOptions, processes: Any) -> ModelOptions:
 
 
 def api_key(variable: str | None) -> str | None:
-    """The value of the environment variable that --api-key-env names; ValueError if it is not set."""
+    """Returns the value of the environment variable that --api-key-env names. ValueError if it is not set."""
     key = os.environ.get(variable or "")
     if variable is not None and not key:
         raise ValueError(f"--api-key-env {variable} is not set: export it, or leave the option out.")
@@ -186,7 +186,7 @@ def api_key(variable: str | None) -> str | None:
 
 
 def checked_prompt(text: str) -> str:
-    """`text`, if it can be a prompt; ValueError if it is empty or no text."""
+    """Returns `text` unchanged. ValueError if it is empty or not valid text."""
     if not text.strip():
         raise ValueError("The prompt is empty: give some text.")
     check_text(text)
@@ -194,7 +194,7 @@ def checked_prompt(text: str) -> str:
 
 
 def standard_input() -> str:
-    """All of standard input; ValueError if it is closed or is no text."""
+    """Returns all of standard input. ValueError if it is closed or not in UTF-8."""
     remedy = "give the prompt as an argument, or pipe it in UTF-8."
     try:
         if sys.stdin is None:  # closed before Python started
@@ -207,9 +207,12 @@ def standard_input() -> str:
 
 
 def hide_loading_bars() -> None:
-    """Hides the progress bars of transformers, and those of `datasets` in a log. It imports for seconds: show a bar meanwhile."""
+    """Hides the progress bars of transformers and, if standard error is not a terminal, those of `datasets`.
+
+    It imports transformers, which takes seconds. Show a bar meanwhile.
+    """
     if not sys.stderr.isatty():
-        # Read when `datasets` is imported, which may be later.
+        # `datasets` reads it when it is imported, which may be later.
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from transformers.utils import logging
 
@@ -217,12 +220,15 @@ def hide_loading_bars() -> None:
 
 
 def encode(pair: Pair, text: str, template: TemplateOptions = IN_TEMPLATE) -> Any:
-    """The prompt's ids [1, S], in the chat template unless it is switched off or the tokenizer has none."""
+    """Returns the prompt's ids [1, S], in the chat template unless it is switched off or the tokenizer has none."""
     return encoder(pair.tokenizer, template)(question(text))
 
 
 def encoder(tokenizer: Any, template: TemplateOptions) -> Any:
-    """The function from a chat to its ids [1, S]. Standard error says that a template was meant to be used and there is none."""
+    """Returns a function that encodes a chat as ids [1, S].
+
+    Says on standard error if the chat template is to be used but there is none.
+    """
     from dflash.evaluation import chat_encoder
 
     say_without_template(tokenizer, template.chat_template)
@@ -230,19 +236,19 @@ def encoder(tokenizer: Any, template: TemplateOptions) -> Any:
 
 
 def question(text: str) -> Dialogue:
-    """The chat in which a user asks `text`."""
+    """Returns the chat in which a user asks `text`."""
     return [{"role": "user", "content": text}]
 
 
 def heldout_dialogues() -> list[Dialogue]:
-    """Word problems that the embedded drafter did not learn, as chats."""
+    """Returns word problems that the embedded drafter was not trained on, as chats."""
     from dflash.checkpoints import heldout_problems
 
     return [question(problem.question) for problem in heldout_problems()]
 
 
 def say_without_template(tokenizer: Any, chat_template: bool) -> None:
-    """Says on standard error that a chat template was meant to be used and that there is none."""
+    """Says on standard error if the chat template is to be used but there is none."""
     if chat_template and tokenizer.chat_template is None:
         say_once("The target's tokenizer has no chat template: prompts are given as they are.")
 
@@ -254,27 +260,31 @@ def say_once(sentence: str) -> None:
 
 
 def read_prompt_files(paths: Iterable[Path]) -> dict[str, list[Dialogue]]:
-    """[`read_prompts`] of each file by its name without ending, under which results are kept; ValueError for two of one name."""
+    """Returns the prompts of each file ([`read_prompts`]) by the file's name without ending.
+
+    Results are stored under these names, so two files with the same name are a ValueError.
+    """
     dialogues: dict[str, list[Dialogue]] = {}
     for path in paths:
         if path.stem in dialogues:
             raise ValueError(
-                f"--prompts {path} is the second file of the name {path.stem}, under which results are kept: rename it."
+                f"--prompts {path} is the second file named {path.stem}. Results are stored by this name: rename it."
             )
         dialogues[path.stem] = read_prompts(path)
     return dialogues
 
 
 def read_prompts(path: Path) -> list[Dialogue]:
-    """Chat messages of each line of a file: a prompt, or a JSON object with `messages`, `prompt` or `question`.
+    """Returns the chat messages of each line of a file. A line is a prompt, or a JSON object.
 
-    Answers of the assistant at the end of a chat are left out: the models write them.
+    The object has `messages`, `prompt` or `question`. Answers of the assistant at the end of a chat are left out: the
+    models write them.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # Windows begins files with a mark
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # files of Windows may begin with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        fault = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is no text in UTF-8"
-        raise ValueError(f"--prompts {path} {fault}: name a file of one prompt a line.") from error
+        fault = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is not text in UTF-8"
+        raise ValueError(f"--prompts {path} {fault}: name a file with one prompt on each line.") from error
     prompts = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -283,16 +293,16 @@ def read_prompts(path: Path) -> list[Dialogue]:
             prompts.append(_dialogue(line))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"--prompts {path}, line {number} is no prompt: write a text in UTF-8, or a JSON object with messages, "
-                "prompt or question."
+                f"--prompts {path}, line {number} is not a prompt: write a text in UTF-8, or a JSON object with "
+                "messages, prompt or question."
             ) from error
     if not prompts:
-        raise ValueError(f"--prompts {path} is empty: write one prompt a line.")
+        raise ValueError(f"--prompts {path} is empty: write one prompt on each line.")
     return prompts
 
 
 def _dialogue(line: str) -> Dialogue:
-    """The chat in a line of prompts; an error of any kind if there is none."""
+    """Returns the chat in a line of a file of prompts. Any error means that there is none."""
     if not line.lstrip().startswith("{"):
         return question(checked_prompt(line))
     row = parsed_json(line.encode())
@@ -307,24 +317,24 @@ def _dialogue(line: str) -> Dialogue:
 
 
 def listed(text: str, option: str) -> tuple[str, ...]:
-    """Names that were given with commas between, each once; ValueError if there are none."""
+    """Returns the names in a text with commas, each once. ValueError if there are none."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
-        raise ValueError(f"{option} {text!r} names nothing: give names with commas between.")
+        raise ValueError(f"{option} {text!r} names nothing: give names separated by commas.")
     return names
 
 
-def numbers(text: str, option: str, least: int = 0) -> list[int]:
-    """Whole numbers that were given with commas between; ValueError if one is none, or below `least`."""
+def numbers(text: str, option: str, minimum: int = 0) -> list[int]:
+    """Returns the whole numbers in a text with commas. ValueError for anything else, or for one below `minimum`."""
     values = []
-    for part in text.split(","):
-        digits = part.strip()
-        if not digits.isdecimal() or int(digits) < least:
-            raise ValueError(f"{option} {text} is no list of numbers from {least} on: write them as 1,4,16.")
+    for number in text.split(","):
+        digits = number.strip()
+        if not digits.isdecimal() or int(digits) < minimum:
+            raise ValueError(f"{option} {text} is not a list of numbers from {minimum} on: write them as 1,4,16.")
         values.append(int(digits))
     return values
 
 
 def dtype_name(pair: Pair) -> str:
-    """The target's dtype without `torch.`."""
+    """Returns the target's dtype without `torch.`."""
     return str(pair.target.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""`dflash pair`: a target and its drafter as one folder, which every tool can load."""
+"""`dflash pair`: writes a target and its drafter as one folder, which every tool can load."""
 
 import json
 import sys
@@ -20,22 +20,22 @@ def pair(
     ] = None,
     on_error: Annotated[
         Literal["raise", "plain"],
-        option("Without a drafter that fits: raise an error, or write plain text.", metavar="NAME"),
+        option("If the drafter does not fit: raise an error, or plain: decode without it.", metavar="NAME"),
     ] = "raise",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Writes a folder that is the target, with a `generate` that drafts, for every tool that calls `generate`.
+    """Writes a folder with the target and a `generate` that drafts, for every tool that calls `generate`.
 
-    Load it with trust_remote_code=True. This package is not needed there; where it is installed, its engine drafts.
+    Load it with trust_remote_code=True. This package is not needed for it. If it is installed, its engine drafts.
     """
     chosen: dict[str, Any] = {}
     for setting in settings or ():
         name, equals, value = setting.partition("=")
         if not (name and equals and value):
-            raise ValueError(f"--set {setting} is no NAME=VALUE: write --set draft_tree=32.")
+            raise ValueError(f"--set {setting} is not NAME=VALUE: write --set draft_tree=32.")
         try:
             chosen[name] = json.loads(value)
-        except ValueError:  # a word
+        except ValueError:  # a value that is not JSON is taken as a word
             chosen[name] = value
     target, drafter = checkpoint(target, "TARGET"), checkpoint(drafter, "DRAFTER")
     hide_loading_bars()

@@ -1,4 +1,4 @@
-"""`dflash publish`: a drafter's or a pair's folder to the Hub."""
+"""`dflash publish`: uploads the folder of a drafter or a pair to the Hub."""
 
 import sys
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ hub_option = panel("On the Hub")
 class HubOptions:
     """The repository and its commit."""
 
-    private: Annotated[bool, hub_option("Only you or the organisation see it.", "--private")] = False
+    private: Annotated[bool, hub_option("Only you or the organisation can see it.", "--private")] = False
     revision: Annotated[
-        str | None, hub_option("The branch; made if there is none. Default: main.", metavar="NAME")
+        str | None, hub_option("The branch. It is made if it does not exist. Default: main.", metavar="NAME")
     ] = None
     message: Annotated[str | None, hub_option("The message of the commit.", metavar="TEXT")] = None
 
@@ -38,8 +38,9 @@ def publish(
     hub: HubOptions,
     accept_licence: AcceptLicence = False,
 ) -> None:
-    """Publishes a drafter or a pair on the Hub in one commit: weights, config, code, card; if `dflash check` says it works.
+    """Publishes a drafter or a pair on the Hub in one commit, if `dflash check` says that it works.
 
+    The commit holds weights, config, code and card.
     With --target the pair is checked too, and a new card names the target.
     """
     from dflash.checkpoints import licence_lines, plan_publication
@@ -64,7 +65,7 @@ def publish(
 
 
 def _show(plan: "Publication") -> None:
-    """Prints files and sizes, what is left out, what the card says or lacks, and engines that fail on the drafter."""
+    """Prints the files and their sizes, what is left out, what the card says, and which engines fail on the drafter."""
     for file in plan.files:
         mark = "  (written)" if file.path in plan.written else ""
         print(f"{decimal(file.size):>10}  {file.path}{mark}")

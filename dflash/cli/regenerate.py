@@ -1,4 +1,4 @@
-"""`dflash regenerate`: replaces the answers of a data set by the target's own, from which a drafter learns best."""
+"""`dflash regenerate`: replaces the answers of a data set by the target's own. A drafter learns best from these."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,7 +26,7 @@ from .arguments import (
 from .terminal import counting_bar
 
 
-LONGEST_SILENCE = 3600.0  # of a server that writes long answers, in seconds
+LONGEST_SILENCE = 3600.0  # seconds; a server may take that long to write an answer
 data_option, answer_option = panel("Data"), panel("Answers")
 
 
@@ -41,41 +41,50 @@ class AnswerOptions:
     ] = False
     prompt_tokens: Annotated[int, data_option("Number of tokens of a text that are its prompt.", min=1)] = 16
     max_prompt_tokens: Annotated[
-        int | None, data_option("Leave out longer prompts; of a chat the first one counts.", min=1)
+        int | None,
+        data_option(
+            "Leave out rows whose prompt has more tokens than this. In a chat the first prompt counts.", min=1
+        ),
     ] = None
     deduplicate: Annotated[
-        bool, data_option("Leave out prompts that repeat another one; not for several sampled answers of each.")
+        bool,
+        data_option(
+            "Leave out prompts that repeat another one. Use --no-deduplicate to sample several answers to one prompt."
+        ),
     ] = True
     thinking: Annotated[bool, data_option("Let the chat template ask for thinking.")] = False
     max_new_tokens: Annotated[int, answer_option("Longest answer, in tokens.", min=1)] = 2048
     temperature: Annotated[float, answer_option("0 answers greedily; above 0 samples.")] = 0.0
     top_p: Annotated[float, answer_option("Sample from the smallest set of this probability.")] = 1.0
-    top_k: Annotated[int, answer_option("Sample from this many most probable tokens; 0: all.")] = 0
-    seed: Annotated[int, answer_option("Of sampling and of --samples.", min=0)] = 0
-    drop_cut: Annotated[bool, answer_option("Leave out answers that the length cut off.", "--drop-cut")] = False
+    top_k: Annotated[int, answer_option("Sample from the N most probable tokens. 0: from all.")] = 0
+    seed: Annotated[int, answer_option("Seed of the sampling and of the choice of --samples.", min=0)] = 0
+    drop_cut: Annotated[bool, answer_option("Leave out rows with an answer that was cut off.", "--drop-cut")] = False
 
 
 @dataclass
 class WriterOptions:
-    """What answers, and how much at once."""
+    """How the target answers in this process or on a server, and how many rows at once."""
 
     batch_size: Annotated[
-        int | None, answer_option("Rows at once. Default: 8, with --url 64; a server may take 300.", min=1)
+        int | None,
+        answer_option("Rows at once. Default: 8, or 64 with --url. A server may take 300.", min=1),
     ] = None
     drafter: Annotated[
         str | None,
         model_option(
-            "A first drafter: the same text but for rounding; sooner in small batches, maybe later in large ones."
+            "A drafter to speed up the answers. The text is the same except for rounding. Faster in small batches, "
+            "possibly slower in large ones."
         ),
     ] = None
     trace: Annotated[
-        Path | None, model_option("A .jsonl file to write: where drafts were rejected, for dflash adapt.")
+        Path | None,
+        model_option("A .jsonl file to write: the texts and where drafts were rejected, for dflash adapt."),
     ] = None
 
 
 @dataclass
 class AnswerServer:
-    """A server of the target."""
+    """A server that answers with the target."""
 
     url: Annotated[str | None, server_option("An OpenAI-compatible server of the target.")] = None
     model: Model = None
@@ -84,10 +93,10 @@ class AnswerServer:
 
 @dataclass
 class OutputOptions:
-    """The licence of the output, and what becomes of a run in it."""
+    """The licence of the data, and what to do if --output already holds a run."""
 
-    license: Annotated[str | None, data_option("Licence of the data. Default: as the source states it.")] = None
-    resume: Annotated[bool, result_option("Continue the run in --output.", "--resume")] = False
+    license: Annotated[str | None, data_option("Licence of the data. Default: what the source states.")] = None
+    resume: Annotated[bool, result_option("Go on with the run in --output.", "--resume")] = False
     overwrite: Annotated[bool, result_option("Begin anew if --output holds a run.", "--overwrite")] = False
 
 
@@ -102,13 +111,16 @@ def regenerate(
     server: AnswerServer,
     options: OutputOptions,
 ) -> None:
-    """Writes DATA with the target's own answers, to train a drafter on. Chats are written turn by turn.
+    """Answers the prompts of --data with the target, and writes rows to train a drafter on.
 
-    In N processes, each with its share of the rows, on GPUs or on a CPU (where accelerate launch starts one alone):
+    Chats are answered turn by turn.
+
+    In N processes, each with its share of the rows, on GPUs or on a CPU:
     torchrun --nproc_per_node N -m dflash regenerate …
+    (On a CPU, accelerate launch starts a single process.)
     """
     if options.license is not None and not options.license.strip():
-        raise ValueError("--license is empty: name the licence of the data, as in cc-by-4.0, or leave it out.")
+        raise ValueError("--license is empty: name the licence of the data, such as cc-by-4.0, or leave it out.")
     _check_server(server, writing.drafter)
     _check_trace(writing, data, output)
     loading.hide_loading_bars()
@@ -152,7 +164,7 @@ def regenerate(
 
 
 def _check_server(server: AnswerServer, drafter: str | None) -> None:
-    """Raises ValueError for options of a server without a server, or for a drafter beside a server."""
+    """Raises ValueError for options of a server without a server, or for a drafter together with a server."""
     if server.url is None:
         if server != AnswerServer():
             raise ValueError("--model and --api-key-env say how to ask a server: give its --url, or leave them out.")
@@ -161,24 +173,25 @@ def _check_server(server: AnswerServer, drafter: str | None) -> None:
 
 
 def _check_trace(writing: WriterOptions, data: str, output: Path) -> None:
-    """Raises ValueError for a trace of no drafts, or in the place of another file."""
+    """Raises ValueError if --trace is given without --drafter, or names --data or --output."""
     trace = writing.trace
     if trace is None:
         return
     if writing.drafter is None:
         raise ValueError(
-            f"--trace {trace} records rejected drafts, and nothing drafts: give --drafter, or leave it out."
+            f"--trace {trace} records rejected drafts, and there is no drafter: give --drafter, or leave --trace out."
         )
     if trace.resolve() in (output.resolve(), Path(data).resolve()):
         raise ValueError(f"--trace {trace} is also --data or --output: name another file.")
 
 
 def _claim(locks: ExitStack, output: Path, trace: Path | None, resume: bool, overwrite: bool) -> None:
-    """Checks and locks what is written, before anything is loaded: of two commands the first one writes."""
+    """Checks and locks the files to write before anything is loaded, so that only the first of two commands writes."""
     from dflash.regeneration import check_answer_file
 
     if not output.is_dir():
-        check_output(output)  # so that a run that is still going on is not taken for one that can be resumed
+        # It refuses a run that is still going on. The check after it would ask to resume that run.
+        check_output(output)
     check_answer_file(output, resume, overwrite)
     locks.enter_context(only_writer(output))
     if trace is not None:
@@ -187,7 +200,7 @@ def _claim(locks: ExitStack, output: Path, trace: Path | None, resume: bool, ove
 
 
 def load_writer(target: str, drafter: str | None, batch_size: int, models: ModelOptions) -> tuple[Any, Any]:
-    """The target in this process, with a drafter if there is one, and its tokenizer."""
+    """Loads the target, and the drafter if there is one. Returns a writer with them, and the tokenizer."""
     from dflash.regeneration import TargetWriter
 
     if drafter is None:
@@ -198,7 +211,7 @@ def load_writer(target: str, drafter: str | None, batch_size: int, models: Model
 
 
 def _load_server(target: str, server: AnswerServer, batch_size: int, own_code: bool) -> tuple[Any, Any]:
-    """The target on a server, and its tokenizer; no weights are loaded here."""
+    """Returns a writer for the target on a server, and the tokenizer. Loads no weights."""
     from dflash.common.openai_client import OpenAIClient
     from dflash.regeneration import ServerWriter, read_configs
 
@@ -211,13 +224,13 @@ def _load_server(target: str, server: AnswerServer, batch_size: int, own_code: b
 
 @contextmanager
 def answer_bar(is_first: bool) -> Iterator["AnswerBar"]:
-    """Shows on standard error, in the first process, how many rows are answered."""
+    """Shows on standard error how many rows are answered, in the first process only."""
     with counting_bar(is_first, TextColumn("{task.fields[rate]}")) as progress:
         yield AnswerBar(progress)
 
 
 class AnswerBar:
-    """Progress over one process's share."""
+    """A progress bar over the rows that one process answers."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -225,7 +238,7 @@ class AnswerBar:
         self._tokens = 0
 
     def begin(self, share: int, record: Any) -> None:
-        """Says what is left out or done already, and counts `share` rows from here on."""
+        """Prints how many rows are left out or already answered, and sets the bar to `share` rows."""
         console = self._progress.console
         for reason, count in record.left_out.items():
             console.print(f"Left out: {count:,} x {reason}.", soft_wrap=True)
@@ -236,10 +249,10 @@ class AnswerBar:
         self._progress.reset(self._task, total=share)
 
     def row(self, tokens: int) -> None:
-        """Counts a row of so many new tokens."""
+        """Counts one row with `tokens` new tokens."""
         self._tokens += tokens
         seconds = self._progress.tasks[0].elapsed
         rate = ""
         if seconds:
-            rate = f"{self._tokens / seconds:,.0f} tokens/s"  # as of the last batch
+            rate = f"{self._tokens / seconds:,.0f} tokens/s"  # at the end of the last batch
         self._progress.update(self._task, advance=1, rate=rate)

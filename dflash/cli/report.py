@@ -13,15 +13,17 @@ def report(
         list[Path] | None,
         option(
             "A Markdown file, or a folder of them: write each result's table between <!-- NAME:begin --> and "
-            "<!-- NAME:end -->, where NAME is its file name without .json, or a checkpoint's folder; of two of one name "
-            "the second is NAME-2. May be repeated.",
+            "<!-- NAME:end -->. NAME is the result's file name without .json, or the checkpoint's folder. If two have "
+            "the same name, the second is NAME-2. May be repeated.",
             "--pages",
             "--readme",
         ),
     ] = None,
-    check: Annotated[bool, option("Write no page; fail if one differs from the results.", "--check")] = False,
+    check: Annotated[
+        bool, option("Write no Markdown file. Fail if a table differs from the results.", "--check")
+    ] = False,
 ) -> None:
-    """Writes one page that needs no network, and its plots as PNG; or the tables of Markdown files."""
+    """Writes a page with plots, readable without a network, or the tables of Markdown files, or both."""
     if output is None and not pages:
         raise ValueError("Nothing to write: give --output FOLDER for a page, --pages FILE for tables, or both.")
     if check and not pages:

@@ -1,4 +1,4 @@
-"""`dflash serve`: a pair on an inference engine's own server."""
+"""`dflash serve`: serves a pair with an inference engine's own server."""
 
 from typing import Annotated, Literal
 

@@ -46,10 +46,10 @@ def progress_bar(what: str, num_steps: int, hidden: bool = False) -> Iterator[Ca
 
 
 def counting_bar(is_first: bool, *more: ProgressColumn, auto_refresh: bool = True) -> Progress:
-    """A bar on standard error that counts items, with `more` columns and the time left.
+    """Returns a bar on standard error that counts items, with `more` columns and the time left.
 
-    Where standard error is no terminal, a line a minute says how many are done. In all processes but the first there is
-    neither, and the bar's console is silent.
+    If standard error is not a terminal, one line per minute says how many items are done. Processes other than the
+    first show neither, and the console of their bar prints nothing.
     """
     console = Console(stderr=True, highlight=False, quiet=not is_first)
     columns = (
@@ -61,7 +61,10 @@ def counting_bar(is_first: bool, *more: ProgressColumn, auto_refresh: bool = Tru
 
 
 class _LoggedBar(Progress):
-    """A bar, or where it is not drawn a line a minute: a log of nohup, SLURM or docker shows that the work goes on."""
+    """A bar that prints one line per minute if it is not drawn.
+
+    So a log of nohup, SLURM or docker shows that the work goes on.
+    """
 
     def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
         super().__init__(*columns, **options)
@@ -76,6 +79,7 @@ class _LoggedBar(Progress):
         self._print_line()
 
     def _print_line(self) -> None:
+        """Prints the state as a line, if the bar is not drawn and the last line is a minute old."""
         if not self.disable or self._since_line() < LINE_SECONDS:
             return
         self._since_line = stopwatch()
@@ -90,7 +94,7 @@ class _LoggedBar(Progress):
 
 
 class TextStream:
-    """Decodes token ids piece by piece; an incomplete character waits for its other bytes."""
+    """Decodes token ids piece by piece. An incomplete character waits for its other bytes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -98,7 +102,7 @@ class TextStream:
         self._length = 0
 
     def push(self, token_ids: Sequence[int], is_last: bool = False) -> str:
-        """The text that `token_ids` add, without special tokens."""
+        """Returns the text that `token_ids` add, without special tokens."""
         self._token_ids += token_ids
         text = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
         if text.endswith("\ufffd") and not is_last:
@@ -141,12 +145,12 @@ class BlockPrinter:
 
 
 def has_colour(console: Console) -> bool:
-    """Whether the console shows colours: not in a pipe, on a dumb terminal, or if NO_COLOR is set."""
+    """Returns whether the console shows colours. It does not in a pipe, on a dumb terminal, or if NO_COLOR is set."""
     return console.is_terminal and console.color_system is not None and not console.no_color
 
 
 def legend(console: Console) -> Text:
-    """One line that explains the marks."""
+    """Returns a line that explains the marks."""
     begin = "DFlash marks each block: "
     own = "the target's own token"
     if not has_colour(console):
@@ -164,12 +168,13 @@ class Comparison:
 
 
 def comparison_table(rows: Sequence[Comparison]) -> Table:
-    """Speeds, counts and whether the texts agree: a row per prompt and one for all."""
+    """Returns a table of speeds, counts and whether the texts agree, with a row per prompt and a row for all."""
     table = Table(title="Tokens per second, the prompt's forward included", title_justify="left", title_style="dim")
     table.add_column("#")
     for name in ("tokens", "generate", "DFlash", "speed-up", "tau", "per step"):
         table.add_column(name, justify="right")
-    table.add_column("text", min_width=len("identical"))  # the cell that matters most is whole on any terminal
+    # The most important cells are whole on any terminal.
+    table.add_column("text", min_width=len("identical"))
     num_same = 0
     for number, row in enumerate(rows, start=1):
         difference = row.difference
@@ -187,12 +192,12 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
 
 
 def number(value: float | None) -> str:
-    """Two decimals, or a dash where there was nothing to count."""
+    """Returns `value` with two decimals, or a dash if there was nothing to count."""
     return "-" if value is None or math.isnan(value) else f"{value:.2f}"
 
 
 def _figures(rows: Sequence[Comparison]) -> list[str]:
-    """Tokens, tokens/s of both, speed-up, tau and tokens per step, over `rows` together."""
+    """Returns tokens, tokens/s of both runs, speed-up, tau and tokens per step, over all `rows`."""
     from dflash.evaluation import OURS, PLAIN, measured, summarise
 
     measurements = []
@@ -210,7 +215,7 @@ def _figures(rows: Sequence[Comparison]) -> list[str]:
 
 
 def print_result(result: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
-    """Prints a result on standard output: as one JSON object without what it holds of each prompt, or by `show`."""
+    """Prints a result on standard output: with `show`, or as one JSON object without the entries of single prompts."""
     if not as_json:
         show(result)
         return
@@ -219,27 +224,27 @@ def print_result(result: dict[str, Any], as_json: bool, show: Callable[[dict[str
 
 
 def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None, num_names: int = 0) -> None:
-    """Prints headings and cells, figures to the right; a heading is wrapped to the width of its cells.
+    """Prints headings and cells, with figures to the right. A heading is wrapped to the width of its cells.
 
-    Nothing is cut. Where a terminal is too narrow, the columns that do not fit follow in a second table with the same
-    first columns, `num_names` of them or those without figures; in a pipe or a file every line is as long as it is.
+    Nothing is cut. If the terminal is too narrow, the columns that do not fit follow in a second table with the same
+    first columns: `num_names` of them, or those without figures. In a pipe or a file, tables have any width.
     """
     headings, rows = table
     columns = []
-    for place, heading in enumerate(headings):
-        columns.append(_Column.of(heading, [row[place] for row in rows]))
+    for index, heading in enumerate(headings):
+        columns.append(_Column.of(heading, [row[index] for row in rows]))
     if not num_names:
-        figures = [place for place, column in enumerate(columns) if column.is_figure]
+        figures = [index for index, column in enumerate(columns) if column.is_figure]
         num_names = max(1, figures[0]) if figures else 1
     console = Console()
     is_bounded = console.is_terminal or "COLUMNS" in os.environ
-    for part in _parts(columns, num_names, console.width if is_bounded else sys.maxsize):
-        _print_part(part, title)
+    for table_columns in _tables(columns, num_names, console.width if is_bounded else sys.maxsize):
+        _print_columns(table_columns, title)
         title = None
 
 
 def show_facts(result: dict[str, Any], *more: str) -> None:
-    """Prints what the figures of a result depend on, and why texts may differ if some do."""
+    """Prints what the figures of a result depend on and, if some texts differ, why they may."""
     from dflash.evaluation import caveat, place_of
 
     setup = result["environment"]
@@ -257,7 +262,7 @@ def show_facts(result: dict[str, Any], *more: str) -> None:
     Console(highlight=False).print(Text(f"{line}. {warning}".rstrip(), "dim"))
 
 
-def _print_part(columns: "Sequence[_Column]", title: str | None) -> None:
+def _print_columns(columns: "Sequence[_Column]", title: str | None) -> None:
     """Prints a table of these columns."""
     table = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
     for column in columns:
@@ -278,37 +283,41 @@ class _Column:
     heading: str
     cells: list[str]
     is_figure: bool
-    width: int  # letters of its longest line, and the space after it
+    width: int  # number of letters of its longest line, and of the space after it
 
     @classmethod
     def of(cls, heading: str, cells: list[str]) -> "_Column":
-        """The column of these cells, whose heading is broken to the width of its cells and its own words."""
+        """Returns the column of these cells. Its heading is wrapped to the width of its cells and its words."""
         words = re.split(r"[ -]", heading)
-        width = _longest(cells + words)
+        width = _max_letters(cells + words)
         hyphens = heading.count("-")
         broken = textwrap.fill(heading, width + hyphens, break_long_words=False)
         lines = broken.splitlines()
-        longest = _longest(cells + lines)
+        max_letters = _max_letters(cells + lines)
         is_figure = any(cell[:1].isdigit() for cell in cells)
-        return cls(broken, cells, is_figure, longest + 1)
+        return cls(broken, cells, is_figure, max_letters + 1)
 
 
-def _longest(words: Sequence[str]) -> int:
-    """Letters of the longest one."""
+def _max_letters(words: Sequence[str]) -> int:
+    """Returns the number of letters of the longest word."""
     return max(map(len, words), default=0)
 
 
 def _width(columns: Sequence[_Column]) -> int:
+    """Returns the width of a table of these columns, in letters."""
     return sum(column.width for column in columns)
 
 
-def _parts(columns: Sequence[_Column], num_names: int, width: int) -> Iterator[list[_Column]]:
-    """The columns in tables of at most `width` letters, if that can be, each with the `num_names` first ones."""
+def _tables(columns: Sequence[_Column], num_names: int, width: int) -> Iterator[list[_Column]]:
+    """Yields the columns of each table.
+
+    Tables are at most `width` letters wide, if possible. Each begins with the first `num_names` columns.
+    """
     names = list(columns[:num_names])
-    part = list(names)
+    table_columns = list(names)
     for column in columns[num_names:]:
-        if len(part) > num_names and _width([*part, column]) > width:
-            yield part
-            part = list(names)
-        part.append(column)
-    yield part
+        if len(table_columns) > num_names and _width([*table_columns, column]) > width:
+            yield table_columns
+            table_columns = list(names)
+        table_columns.append(column)
+    yield table_columns

@@ -1,4 +1,4 @@
-"""`--trace` of the commands that decode: the texts and where drafts were rejected, added to a file for `dflash adapt`."""
+"""`--trace` of the commands that decode: records texts and rejected drafts in a file for `dflash adapt`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,12 +18,12 @@ TraceFile = Annotated[
         "Add the texts and the places of rejected drafts to this .jsonl file, which dflash adapt reads.", "--trace"
     ),
 ]
-# Decodes input_ids [1, S]; its second argument is called with each block. It returns a TimedRun.
+# A function that decodes input_ids [1, S] and returns a TimedRun. Its second argument is called with each block.
 Decode = Callable[..., Any]
 
 
 def check_trace_file(trace: Path | None, files: Sequence[Path] = ()) -> None:
-    """Raises ValueError or OSError if nothing could be added to `trace`, or if it is one of the command's other `files`."""
+    """Raises ValueError or OSError if `trace` cannot be written, or if it is one of the command's other `files`."""
     if trace is None:
         return
     from dflash.training import Trace
@@ -36,10 +36,11 @@ def check_trace_file(trace: Path | None, files: Sequence[Path] = ()) -> None:
 
 @contextmanager
 def recording(trace: Path | None, pair: Pair, target: str, rank: int = 0) -> Iterator[Callable[[Decode], Decode]]:
-    """Makes ways of decoding add their texts to `trace`, each prompt once, while the body runs; without one, changes nothing.
+    """Yields a function that makes a way of decoding add its texts to `trace`, each prompt once.
 
-    `rank` is the number of this process. The first process keeps other commands from adding, and joins the parts of all
-    processes, so its body must end last. ValueError for a file that is no trace of this pair.
+    Without a trace the function changes nothing. `rank` is the number of this process. The first process locks the
+    trace for other commands and joins the parts of all processes, so its body must end last. ValueError for a file that
+    is not a trace of this pair.
     """
     if trace is None:
         yield lambda decode: decode
@@ -56,7 +57,7 @@ def recording(trace: Path | None, pair: Pair, target: str, rank: int = 0) -> Ite
 
 
 def _recorded(decode: Decode, trace: Any, prompts: set[tuple[int, ...]]) -> Decode:
-    """`decode`, which also adds its texts to `trace`, except for those of `prompts`, which are there already."""
+    """Returns `decode` with its texts added to `trace`, except for those of `prompts`, which are already there."""
     from dflash.training import recorded
 
     def decode_and_record(input_ids: Any, on_block: Callable[[Any], None] | None = None, **options: Any) -> Any:
@@ -70,7 +71,7 @@ def _recorded(decode: Decode, trace: Any, prompts: set[tuple[int, ...]]) -> Deco
         prompt = input_ids[0].tolist()
         try:
             return decode(input_ids, keep, **options)
-        finally:  # a text that was interrupted, too
+        finally:  # a text that was interrupted is added too
             if blocks and tuple(prompt) not in prompts:
                 prompts.add(tuple(prompt))
                 list(recorded(blocks, [prompt], trace))

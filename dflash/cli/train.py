@@ -17,8 +17,8 @@ from .loading import checkpoint, hide_loading_bars, is_first_process, numbers
 
 
 @dataclass
-class Places:
-    """What is read and written. The file of --config may name it too."""
+class TrainingPaths:
+    """What is read and written. --config may name them too."""
 
     target: Annotated[str | None, option("Required. The target: a local folder or an id on the Hub.")] = None
     data: Annotated[
@@ -30,16 +30,17 @@ class Places:
 
 @dataclass
 class StartOptions:
-    """What becomes of a run in --output."""
+    """What to do if --output already holds a run."""
 
     resume: Annotated[bool, option("Go on with the run in --output.", "--resume")] = False
-    overwrite: Annotated[bool, option("Begin anew in an --output that holds a run.", "--overwrite")] = False
+    overwrite: Annotated[bool, option("Begin anew if --output holds a run.", "--overwrite")] = False
 
 
 def settings_options(defaults: TrainingSettings | None = None, without: Collection[str] = ()) -> Any:
-    """A dataclass of options, one for each field of `TrainingSettings` whose name and topic are not in `without`.
+    """Returns a dataclass with an option for each field of `TrainingSettings`.
 
-    An option that is not given is `None`. The help names `defaults`, by default the fields' own.
+    Fields whose name or topic is in `without` are left out. An option that is not given is `None`. The help shows the
+    values of `defaults`, or those of the fields.
     """
     hints = get_type_hints(TrainingSettings)
     options = []
@@ -53,7 +54,7 @@ def settings_options(defaults: TrainingSettings | None = None, without: Collecti
 
 
 def _option(field: Any, hint: Any, default: Any) -> Any:
-    """The option of a field. Its choices are in the help text alone: `TrainingSettings` checks them."""
+    """Returns the option of a field. Its choices are only shown in the help: `TrainingSettings` checks the value."""
     text = field.metadata["help"]
     kind = hint
     if hint == list[int] | None:
@@ -65,29 +66,30 @@ def _option(field: Any, hint: Any, default: Any) -> Any:
     if default is not None:
         text, _, _ = text.partition(" Default: ")
         text += f" Default: {'no' if default is False else default}."
-    of_topic = panel(field.metadata["topic"])
-    return Annotated[kind | None, of_topic(text, show_default=False)]
+    topic_option = panel(field.metadata["topic"])
+    return Annotated[kind | None, topic_option(text, show_default=False)]
 
 
-class TrainingRecipe(settings_options()):  # type: ignore[misc]  # mypy knows no class that is computed
+class TrainingRecipe(settings_options()):  # type: ignore[misc]  # mypy does not know computed classes
     """The fields of `TrainingSettings` that were given."""
 
 
 def train(
     *,
-    places: Places,
-    config: Annotated[Path | None, option("YAML file of any of these options; flags win over it.")] = None,
+    paths: TrainingPaths,
+    config: Annotated[Path | None, option("YAML file with any of these options. Flags override it.")] = None,
     start: StartOptions,
-    dry_run: Annotated[bool, option("Say what the run would take, and stop.", "--dry-run")] = False,
+    dry_run: Annotated[bool, option("Estimate memory and time, and stop.", "--dry-run")] = False,
     accept_licence: AcceptLicence = False,
     recipe: TrainingRecipe,
 ) -> None:
     """Trains a drafter for a target by a recipe and writes its checkpoint.
 
-    In N processes, on GPUs or on a CPU (where accelerate launch starts one alone):
+    In N processes, on GPUs or on a CPU:
     torchrun --nproc_per_node N -m dflash train …
+    (On a CPU, accelerate launch starts a single process.)
     """
-    options = _chosen_or_filed(places, recipe, config)
+    options = _chosen_or_filed(paths, recipe, config)
     target = str(options.pop("target"))
     data = options.pop("data")
     texts = list(map(str, data if isinstance(data, list) else [data]))
@@ -126,14 +128,17 @@ def train(
         say_complete(output, f"step {record.best_step}{tau}", record)
 
 
-def _chosen_or_filed(places: Places, recipe: Any, config: Path | None) -> dict[str, Any]:
-    """The options that were given, and those of the file that were not; ValueError if a place is missing."""
+def _chosen_or_filed(paths: TrainingPaths, recipe: Any, config: Path | None) -> dict[str, Any]:
+    """Returns the options given as flags and, where there is no flag, those of the file.
+
+    ValueError if one of `TrainingPaths` is missing.
+    """
     chosen = chosen_of(recipe)
     if "target_layer_ids" in chosen:
         chosen["target_layer_ids"] = numbers(chosen["target_layer_ids"], "--target-layer-ids")
-    names = list(vars(places))
+    names = list(vars(paths))
     options = read_yaml(config, names) if config is not None else {}
-    options |= chosen | chosen_of(places)
+    options |= chosen | chosen_of(paths)
     for name in names:
         if options.get(name) is None:
             raise ValueError(f"--{name} is missing: give it, or write `{name}: …` into the file of --config.")
@@ -141,12 +146,12 @@ def _chosen_or_filed(places: Places, recipe: Any, config: Path | None) -> dict[s
 
 
 def chosen_of(options: Any) -> dict[str, Any]:
-    """The options that were given, by name."""
+    """Returns the options that were given, by name."""
     return {name: value for name, value in vars(options).items() if value not in (None, [])}
 
 
 def say_licences(verb: Literal["adapt", "train"], drafter: str, target: str, is_accepted: bool) -> None:
-    """Says what the licences ask for; ValueError if one forbids it and that is not accepted."""
+    """Says what the licences ask for. ValueError if a licence forbids the training and `is_accepted` is false."""
     from dflash.checkpoints import licence_lines
 
     for line in licence_lines(verb, drafter, target, is_accepted):
@@ -154,9 +159,10 @@ def say_licences(verb: Literal["adapt", "train"], drafter: str, target: str, is_
 
 
 def finished(train: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """The record of a run, which keeps the command. After a signal it says how to go on, and exits with its status.
+    """Runs `train` with the command added to `provenance`, and returns its record.
 
-    ValueError for a loss that is not finite: the settings or the data are wrong.
+    After a signal, prints how to go on and exits with 128 + the signal's number. ValueError for a loss that is not
+    finite: the settings or the data are wrong.
     """
     from dflash.common.provenance import command
 
@@ -172,7 +178,7 @@ def finished(train: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def say_complete(folder: str | Path, kept: str, record: Any) -> None:
-    """Prints where the checkpoint is and what it holds, and how to state a licence where the card of a new one has none."""
+    """Prints where the checkpoint is and what it holds. If a new one states no licence, prints how to state one."""
     from dflash.checkpoints import HOW_TO_STATE, read_licence
 
     was_complete = "; the run was complete, nothing to resume" if record.was_complete else ""
@@ -188,6 +194,7 @@ def announce(sentence: str) -> None:
 
 
 def _print_point(point: dict[str, Any]) -> None:
+    """Prints the figures of one point of the training curve."""
     figures = []
     if "loss" in point:
         figures.append(f"loss {point['loss']:.3f}")

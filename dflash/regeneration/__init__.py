@@ -1,4 +1,4 @@
-"""Makes training data: a target answers the prompts of a data set anew, in this process or on a server."""
+"""Makes training data: a target writes new answers to the prompts of a data set, in this process or on a server."""
 
 from .answer_file import check_answer_file
 from .run import RegenerationRecord, RegenerationRun, regenerate_data

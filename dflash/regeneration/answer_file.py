@@ -1,4 +1,4 @@
-"""Writes regenerated rows to a file as they are finished, and a manifest of what they depend on beside it."""
+"""Writes regenerated rows to a file as they are finished. A manifest beside it says what they depend on."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from dflash.common.runs import refuse_both
 
 
 class Line(NamedTuple):
-    """The location of a line in a file, and the number of lines that its row takes."""
+    """The location of a line in a file, and the number of lines of its row."""
 
     path: Path
     offset: int  # in bytes
@@ -27,12 +27,15 @@ class Line(NamedTuple):
 
 
 def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False) -> None:
-    """Raises an error unless a run may write its answers to `path`. Called before models are loaded, and later again.
+    """Raises an error unless a run may write its answers to `path`. Call it before models are loaded.
+
+    [`regenerate_data`] calls it too.
 
     Raises:
-        ValueError: for a path that is not a `.jsonl` file, as `dflash train` needs it; that holds something other than a run;
-            or that holds a run if neither `resume` nor `overwrite` is given. Also if both are given.
-        OSError: for a path that cannot be written.
+        ValueError: if `path` is a folder or does not end in `.jsonl`, as `dflash train` needs; if it holds something
+            other than a run; if it holds a run and neither `resume` nor `overwrite` is given; or if both `resume` and
+            `overwrite` are given.
+        OSError: if `path` cannot be written.
     """
     if path.suffix != ".jsonl" or path.is_dir():
         raise ValueError(f"The output {path} must be a file that ends in .jsonl, which is how training reads it.")
@@ -51,32 +54,33 @@ def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False)
 
 
 class AnswerFile(JsonLines):
-    """The output of a run as JSON lines, one or more for each row of the data. `finish` puts them in the rows' order.
+    """The output of a run as JSON lines, one or more for each row of the data. `finish` sorts them by row.
 
-    The rows depend on `settings`. A run is resumed with the same settings, of which only `samples` may grow.
+    `settings` are what the rows depend on. A run can be resumed only with the same settings, except for a larger
+    `samples`.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], rank: int = 0) -> None:
         super().__init__(path, rank, remedy="go on with --resume")
         self.manifest = manifest_path(path)
         self._settings = json.loads(json.dumps(settings))
-        self._dropped: list[int] = []  # numbers of the rows that were cut and are not in the file
+        self._dropped: list[int] = []  # numbers of rows that were cut and are not in the file
 
     def _check_settings(self) -> None:
-        """Raises ValueError if the run to resume had other settings; the message names them."""
+        """Raises ValueError if the run to resume had other settings. The message names those that differ."""
         if not self.manifest.exists():
             return
         before = read_manifest(self.path)["settings"]
         samples = self._settings.get("samples")
-        fewer = before.get("samples")
-        if fewer is not None and (samples is None or samples > fewer):
+        before_samples = before.get("samples")
+        if before_samples is not None and (samples is None or samples > before_samples):
             before["samples"] = samples
         refuse_changes(before, self._settings)
 
     def begin(self, overwrite: bool, facts: dict[str, Any]) -> None:
-        """Deletes temporary files of a killed run and, with `overwrite`, the older run; then writes the manifest.
+        """Deletes temporary files of a killed run and, with `overwrite`, the older run. Then writes the manifest.
 
-        Only the first process calls it.
+        Only the first process may call it.
         """
         for path in (self.path, self.manifest):
             for unfinished in leftovers(path, "*.tmp"):
@@ -87,27 +91,28 @@ class AnswerFile(JsonLines):
         self.write_manifest(facts | {"complete": False})
 
     def mend(self) -> None:
-        """Cuts an incomplete last line off this process's part, and the lines of an incomplete last row."""
+        """Removes an incomplete last line from this process's part, and then the lines of an incomplete last row."""
         super().mend()
         if not self._own.exists():
             return
         offsets = [offset for offset, _ in whole_lines(self._own)]
         last_row: list[int] = []  # offsets of its lines
-        number = num_lines = 0
+        row_number = num_lines = 0
         for offset in reversed(offsets):
             line = json.loads(Line(self._own, offset, 1).read())
-            if last_row and line["row"] != number:
+            if last_row and line["row"] != row_number:
                 break
-            number = line["row"]
+            row_number = line["row"]
             num_lines = line["parts"]
             last_row.append(offset)
         if len(last_row) < num_lines:
             os.truncate(self._own, last_row[-1])
 
     def finished(self, drop_cut: bool = False) -> set[int]:
-        """Returns the numbers of rows that the run to resume has answered; with `drop_cut`, also of those it dropped.
+        """Returns the numbers of the rows that the run to resume has answered. With `drop_cut`, dropped rows count too.
 
-        Called before `begin`, because the manifest keeps the dropped ones. ValueError if that run had other settings.
+        Call it before `begin`, which rewrites the manifest: the dropped numbers are read from it here. ValueError if
+        the run to resume had other settings.
         """
         self._check_settings()
         if drop_cut and self.manifest.exists():
@@ -115,9 +120,9 @@ class AnswerFile(JsonLines):
         return {*self._lines(), *self._dropped}
 
     def finish(self, drop_cut: bool) -> dict[str, int]:
-        """Joins the parts of all processes in the rows' order, and returns the counts `rows`, `tokens` and `cut` (rows).
+        """Joins the parts of all processes, sorted by row, and returns the counts `rows`, `tokens` and `cut` (rows).
 
-        With `drop_cut`, cut rows are left out. Only the first process calls it, when all have finished.
+        With `drop_cut`, cut rows are left out. Only the first process may call it, after all have finished.
 
         Raises:
             OSError: if the output cannot be written; the parts stay.
@@ -128,21 +133,22 @@ class AnswerFile(JsonLines):
         return counts
 
     def write_manifest(self, facts: dict[str, Any]) -> None:
-        """Replaces the manifest with the run's settings and `facts`, in one rename."""
+        """Replaces the manifest in one rename. The new one holds the run's settings and `facts`."""
         manifest = {"settings": self._settings, **facts}
         if self._dropped:
             manifest["dropped"] = self._dropped
         write_text(self.manifest, json.dumps(manifest, indent=1) + "\n")
 
     def _ordered(self, drop_cut: bool, counts: dict[str, int]) -> Iterator[bytes]:
+        """Yields the lines of complete rows, sorted by row, and adds up `counts`. ValueError if no row is left."""
         dropped = list(self._dropped)
-        for number, lines in sorted(self._lines().items()):
+        for row_number, lines in sorted(self._lines().items()):
             texts = [line.read() for line in lines]
             rows = [json.loads(text) for text in texts]
             is_cut = rows[0]["finish"] == "length"
             counts["cut"] += is_cut
             if is_cut and drop_cut:
-                dropped.append(number)
+                dropped.append(row_number)
                 continue
             counts["rows"] += 1
             for row in rows:
@@ -154,15 +160,15 @@ class AnswerFile(JsonLines):
         self._dropped = dropped
 
     def _lines(self) -> dict[int, list[Line]]:
-        """Returns the locations of the lines of each complete row, in all parts, by the row's number."""
+        """Returns the lines of each complete row as locations, from all parts, by the number of the row."""
         rows: dict[int, list[Line]] = {}
         for part in self.parts():
-            of_part: dict[int, list[Line]] = {}
+            lines_of_rows: dict[int, list[Line]] = {}
             for offset, text in whole_lines(part):
                 row = json.loads(text)
                 line = Line(part, offset, row["parts"])
-                of_part.setdefault(row["row"], []).append(line)
-            for number, lines in of_part.items():
+                lines_of_rows.setdefault(row["row"], []).append(line)
+            for row_number, lines in lines_of_rows.items():
                 if len(lines) == lines[0].num_lines:  # a killed process may have written fewer
-                    rows[number] = lines
+                    rows[row_number] = lines
         return rows

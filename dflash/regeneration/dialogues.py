@@ -1,4 +1,4 @@
-"""Turns rows of data into dialogues: prompts turn by turn, and answers as rows to train on. It knows no model."""
+"""Turns rows of data into dialogues: prompts turn by turn, and answers as rows to train on. It imports no model."""
 
 import hashlib
 import json
@@ -17,17 +17,17 @@ Encode = Callable[[Messages], list[int]]
 
 
 class Unanswerable(ValueError):
-    """Raised for a row without a question that can be answered. The message is a phrase, such as `no user turn`."""
+    """The error for a row without a question that can be answered. Its message is a phrase, such as `no user turn`."""
 
 
 @dataclass
 class _Sequence:
-    """One row to train on: a prompt, and after it answers of the target with the questions between them."""
+    """One row to train on: a prompt, then answers of the target and the questions between them."""
 
     prompt_ids: list[int]
     response_ids: list[int]
     response_mask: list[int]  # 1 for a token that the target wrote
-    num_messages: int  # number of the chat's messages up to the end of this row
+    num_messages: int  # how many of the chat's messages there are up to the end of this row
 
     @property
     def token_ids(self) -> list[int]:
@@ -38,8 +38,8 @@ class _Sequence:
 class Dialogue:
     """A row of data that is being answered. The target writes each assistant turn anew, after its own earlier answers.
 
-    `encode` returns the token ids of messages. A chat has `questions`: for each answer the messages to add before it. Any other
-    row has `prompt_ids`, and `columns` is `{"prompt": text}` if it had a `prompt`.
+    `encode` returns the token ids of messages. A chat has `questions`: for each answer, the messages to add before it.
+    Any other row has `prompt_ids`. If its prompt was a text, `columns` is `{"prompt": text}`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Dialogue:
         prompt_ids: Sequence[int] = (),
         columns: Mapping[str, str] | None = None,
     ) -> None:
-        self.number = number  # of the row, from 1
+        self.number = number  # the number of the row, counted from 1
         self.num_turns = max(len(questions), 1)
         self.num_answers = 0
         self.is_cut = False
@@ -66,7 +66,7 @@ class Dialogue:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The token ids of the next prompt as a new list; empty when the dialogue is done."""
+        """The token ids of the next prompt, as a new list. It is empty when the dialogue is done."""
         return [] if self._prompt is None else self._prompt.tolist()
 
     @property
@@ -80,7 +80,10 @@ class Dialogue:
         return len(self._prompt or ())
 
     def digest(self) -> bytes:
-        """Returns a hash of what a new dialogue asks, 16 bytes: the token ids of its first prompt and all later questions."""
+        """Returns a 16-byte hash of the first prompt's token ids and of all later questions.
+
+        Valid before the first answer.
+        """
         digest = hashlib.blake2b(digest_size=16)
         digest.update(self._prompt or b"")
         digest.update(json.dumps(self._questions[1:], sort_keys=True, default=str).encode())
@@ -92,19 +95,26 @@ class Dialogue:
         return sum(sum(sequence.response_mask) for sequence in self._sequences)
 
     def room(self, max_new_tokens: int, positions: int | None) -> int:
-        """Returns the most tokens of the next answer: `max_new_tokens`, or what its prompt leaves of `positions`."""
+        """Returns the largest number of tokens that the next answer may have.
+
+        It is `max_new_tokens`, or the number of `positions` after the prompt if that is smaller.
+        """
         if positions is None:
             return max_new_tokens
         return max(0, min(max_new_tokens, positions - self.num_prompt_tokens))
 
     def write(self, token_ids: Sequence[int], ended: bool) -> None:
-        """Adds the answer to `prompt_ids` and sets the next prompt. An answer that was cut (not `ended`) ends the dialogue."""
+        """Records `token_ids` as the answer to the current prompt, and sets the next prompt.
+
+        If the answer was cut off (not `ended`), the dialogue ends.
+        """
         prompt_ids = self.prompt_ids
         text_ids = token_ids[:-1] if ended else token_ids  # without the stop token
         if self._questions:
             self._messages.append({"role": "assistant", "content": self._decoded(text_ids)})
         else:
-            # Decoded together with its prompt: alone, some tokenizers would drop its first space.
+            # The answer is decoded together with its prompt: some tokenizers drop the first space of a text that is
+            # decoded alone.
             text = self._decoded([*prompt_ids, *text_ids])
             if "prompt" in self._columns:
                 self._columns["completion"] = text[len(self._decoded(prompt_ids)) :]
@@ -120,15 +130,18 @@ class Dialogue:
             self._ask()
 
     def end(self) -> None:
-        """Ends the dialogue and marks it as cut, because the next answer would have no room."""
+        """Ends the dialogue and marks it as cut: an answer was cut off, or the next one would have no room."""
         self._prompt = None
         self.is_cut = True
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the rows to train on: token ids as the target read and wrote them, `finish`, and the text for people.
+        """Returns the rows to train on.
 
-        A chat is one row with a `response_mask`, as long as the template repeats earlier turns token for token. Where the
-        template rewrites earlier turns, for example to drop their thinking, another row begins.
+        Each row has `row` (the number of this dialogue's row of data), `parts` (how many rows this dialogue became),
+        `finish`, the token ids as the target read and wrote them, and the text for people.
+
+        A chat is one row with a `response_mask`, as long as the template repeats earlier turns token for token. Where
+        the template rewrites earlier turns, for example to drop their thinking, another row begins.
         """
         rows = []
         for sequence in self._sequences:
@@ -145,14 +158,14 @@ class Dialogue:
         return rows
 
     def _ask(self, prompt_ids: Sequence[int] = ()) -> None:
-        """Sets the next prompt: the chat up to its next question, or `prompt_ids` of a row that is no chat."""
+        """Sets the next prompt: the chat up to its next question, or `prompt_ids` if the row is not a chat."""
         if self._questions:
             self._messages = [*self._messages, *self._questions[self.num_answers]]
             prompt_ids = self._encode(self._messages)
-        self._prompt = array("i", prompt_ids)  # 4 bytes a token, where a list takes 36: many rows wait
+        self._prompt = array("i", prompt_ids)  # many rows wait: this takes 4 bytes a token, a list 36
 
     def _append(self, prompt_ids: list[int], token_ids: list[int]) -> None:
-        """Adds an answer to the last sequence if its prompt begins with that sequence, else begins a new sequence."""
+        """Adds an answer to the last sequence if the prompt begins with that sequence. Otherwise begins a new one."""
         mask = [1] * len(token_ids)
         if self._sequences:
             last = self._sequences[-1]
@@ -166,19 +179,20 @@ class Dialogue:
         self._sequences.append(_Sequence(prompt_ids, token_ids, mask, len(self._messages)))
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of `token_ids` without special tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def as_dialogue(
     number: int, row: Mapping[str, Any], tokenizer: Any, num_prompt_tokens: int, **template_kwargs: Any
 ) -> Dialogue:
-    """Returns the dialogue of a row in any supported form, with its first prompt set. `number` is the row's, from 1.
+    """Returns the dialogue of a row in any supported form, with its first prompt set.
 
-    The row has `messages` (or `conversations`), `prompt` with or without `completion`, `text`, of which the first
-    `num_prompt_tokens` tokens become the prompt, or `prompt_ids`.
+    `number` is the number of the row, counted from 1. The row has one of: `prompt_ids`; `messages` or `conversations`;
+    `prompt`, with or without `completion`; `text`, whose first `num_prompt_tokens` tokens are the prompt.
 
     Raises:
-        Unanswerable: for a row without a question.
+        Unanswerable: for an empty prompt, a chat without a user turn, or tool calls.
         ValueError: for a row of another form. A malformed row may raise other errors, which [`named_row`] turns into a
             ValueError.
     """
@@ -208,19 +222,19 @@ def as_dialogue(
         columns = sorted(key for key, value in row.items() if value is not None)
         raise ValueError(f"its columns {columns} hold no question: give {FORMS}.")
     questions = _questions(messages)
-    if len(questions) > 1:  # a template that does not take later turns is refused now and not after the first answer
+    if len(questions) > 1:  # an error of the template in a later turn is raised now, not after the first answer
         encode(messages)
     return Dialogue(number, tokenizer, encode, questions)
 
 
 def _questions(messages: Messages) -> list[Messages]:
-    """Returns for each assistant turn the messages to add before it; an unanswered last question has one too.
+    """Returns the messages to add before each assistant turn. A last question without an answer gets a turn too.
 
-    Messages of the assistant before the first question stay as they are. Raises Unanswerable for tool calls, and if there is no
-    user turn.
+    Messages of the assistant before the first question stay as they are. Raises Unanswerable for tool calls, and if
+    there is no user turn.
     """
     if any(message["role"] in ("tool", "function") or message.get("tool_calls") for message in messages):
-        raise Unanswerable("calls of tools, which the target's own turns may not make")
+        raise Unanswerable("tool calls, which the target's new turns might not repeat")
     questions: list[Messages] = [[]]
     is_asked = False
     for message in messages:

@@ -1,4 +1,4 @@
-"""`dflash regenerate`: a data set with its answers replaced by the target's own, as a file of rows to train on."""
+"""Regenerates a data set: replaces its answers by the target's own and writes the rows to a file to train on."""
 
 import os
 from collections import Counter, deque
@@ -27,61 +27,65 @@ from .settings import RegenerationSettings
 from .target_writer import Answer, AnswerRequest, TargetWriter, row_seed
 
 
-# What answers: the target in this process or on a server.
+# A writer asks the target for answers, in this process or on a server.
 Writer = TargetWriter | ServerWriter
-# One turn of a batch: the dialogues that it finished, and the answers of all.
+# One turn of a batch: the dialogues that are done after it, and the answers to all dialogues of the batch.
 Round = tuple[list[Dialogue], list[Answer]]
 Answered = Generator[Round, None, None]
-# Dialogues submitted to the threads at a time, in batches, so that a thread that has finished finds the next dialogue waiting.
+# How many dialogues are submitted at a time, as a multiple of the batch size. It is above 1, so that a thread that has
+# finished finds the next dialogue waiting.
 PENDING = 2
 
 
 @dataclass
 class RegenerationRecord:
-    """The result of a run. The last four figures count this start alone, the others the whole output."""
+    """The result of a run. A run that was resumed has several starts, and some figures count only the last start."""
 
-    rows: int = 0  # number of rows in the output
+    # Of the whole output:
+    rows: int = 0  # number of answered rows of the data that are in the output
     tokens: int = 0  # number of tokens in these rows that the target wrote
-    cut: int = 0  # rows with an answer that `max_new_tokens` cut off; in the output unless they are dropped
-    left_out: dict[str, int] | None = None  # number of rows that were not answered, by reason
-    was_finished: int = 0  # rows that an earlier start had answered
-    steps: int = 0  # verify steps, 0 without a drafter
+    cut: int = 0  # number of rows that were cut at `max_new_tokens` or the target's positions, dropped ones included
+    # Of the whole data:
+    left_out: dict[str, int] | None = None  # number of rows that are not answered, by reason
+    # Of this start:
+    was_finished: int = 0  # number of rows to answer that earlier starts had answered
+    steps: int = 0  # number of verify steps, 0 without a drafter
     tau: float = float("nan")  # mean acceptance length of these steps
-    encoded: int = 0  # answers whose ids were encoded from a server's text
-    miscounted: int = 0  # of these, answers for which the server counted another number of tokens
+    encoded: int = 0  # number of answers whose ids were encoded from a server's text
+    miscounted: int = 0  # number of these for which the server counted another number of tokens
 
     def summary(self, output: Path, drop_cut: bool = False) -> str:
-        """Returns the result as one line. `drop_cut` says that rows with a cut answer are not in `output`."""
-        parts = [f"{output}: {counted(self.rows, 'row')}, {counted(self.tokens, 'token')} by the target"]
+        """Returns the result as one line. `drop_cut` says whether rows with a cut answer were left out of `output`."""
+        phrases = [f"{output}: {counted(self.rows, 'row')}, {counted(self.tokens, 'token')} by the target"]
         if self.cut:
             dropped = " dropped," if drop_cut else ""
-            parts.append(f"{counted(self.cut, 'row')}{dropped} cut off at the length")
+            phrases.append(f"{counted(self.cut, 'row')}{dropped} cut off at the length")
         if self.steps:
-            parts.append(f"tau {self.tau:.2f} over {counted(self.steps, 'step')}")
+            phrases.append(f"tau {self.tau:.2f} over {counted(self.steps, 'step')}")
         if self.encoded:
-            parts.append(f"{counted(self.encoded, 'answer')} encoded from the server's text")
+            phrases.append(f"{counted(self.encoded, 'answer')} encoded from the server's text")
         if self.miscounted:
-            parts.append(f"{self.miscounted} of them to another number of tokens than the server counted")
-        return ", ".join(parts)
+            phrases.append(f"{self.miscounted} of them with a number of tokens that differs from the server's count")
+        return ", ".join(phrases)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerationRun(Run):
     """Processes and callbacks of a regeneration, and further entries of its manifest.
 
-    `on_begin` is called with the number of rows that this process will answer and the [`RegenerationRecord`], `on_done` with
-    the number of new tokens of each finished row.
+    `on_begin` is called with the number of rows that this process will answer and the [`RegenerationRecord`]. `on_done`
+    is called after each finished row with the number of its new tokens.
     """
 
     target: str | None = None  # the target's name
-    license: str | None = None  # the data's; by default what the source states
-    provenance: Mapping[str, Any] = field(default_factory=dict)  # such as the command
+    license: str | None = None  # the licence of the data; by default what the source states
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # further entries of the manifest, such as the command
     trace: Path | None = None  # the file of a [`Trace`] to which a writer with a drafter adds its texts
 
     def facts(
         self, revision: str | None, settings: RegenerationSettings, name: str | None, card: Any, seen: SeenRows
     ) -> dict[str, Any]:
-        """Returns the manifest's entries. `revision` is the target's; `name`, `card` and `seen` describe the data."""
+        """Returns entries of the manifest. `revision` is the target's. `name`, `card` and `seen` describe the data."""
         license = self.license or getattr(card, "license", None) or seen.license
         return {
             "target": public_name(self.target),  # without a path of this machine
@@ -93,22 +97,22 @@ class RegenerationRun(Run):
         }
 
     def lock(self, output: Path, may_replace: bool) -> AbstractContextManager[None]:
-        """Returns the lock of `output` as a context manager. The errors of `check_output` if the trace cannot be written."""
+        """Returns the lock of `output` as a context manager. Raises the errors of `check_output` for the trace."""
         if self.trace is not None:
             check_output(self.trace, may_replace)
         return only_writer(output)
 
     def begin_trace(self, writer: Any, tokenizer: Any, resume: bool) -> None:
-        """Opens the trace, if the run has one, and sets it as `writer.trace`, to which the writer appends its texts.
+        """Opens the trace, if the run has one, and sets it as `writer.trace`. The writer then appends its texts to it.
 
-        Without `resume` the file begins anew. ValueError if the file is no trace of this target.
+        Without `resume` the file begins anew. ValueError if the file is not a trace of this target.
         """
         if self.trace is not None:
             rank = self.processes.rank
             writer.trace = Trace(self.trace, writer.target, tokenizer, self.target, rank, begin=not resume)
 
     def join_trace(self, writer: Any) -> None:
-        """Joins the traces of all processes into one file. Only the first process calls it, when all have finished."""
+        """Joins the traces of all processes. Only the first process may call it, after all have finished."""
         if self.trace is not None:
             writer.trace.join()
 
@@ -126,17 +130,17 @@ def regenerate_data(
 ) -> RegenerationRecord:
     """Answers the prompts of `data` with the target, writes the rows to `output`, and returns their counts.
 
-    A chat's assistant turns are answered in order, each after the target's own answers before it. Rows are appended to the
-    output as they are finished, and put in the data's order at the end. The manifest beside the output holds the settings
-    and what `run` says of the target and the data.
+    The assistant turns of a chat are answered in order. Each answer follows the target's own earlier answers. Rows are
+    appended to the output as they are finished, and sorted in the order of the data at the end. The manifest beside the
+    output holds the settings and what `run` says of the target and the data.
 
-    `data` is a file, folder or Hub id as in [`load_examples`], or rows. `output` ends in `.jsonl`, for `dflash train
-    --data`: `resume` goes on with the run in it, `overwrite` begins anew.
+    `data` is a file, folder or Hub id as in [`load_examples`], or rows. `output` ends in `.jsonl`, because `dflash
+    train --data` reads such files. With `resume` the run in `output` goes on. With `overwrite` it begins anew.
 
     Raises:
-        ValueError: for data without a question, other settings than those of the run to resume, an output that holds something
-            other than a run or that another process writes, or a target whose logits are NaN or infinite.
-        OSError: if the output cannot be written; the rows in it stay.
+        ValueError: for data without a question, other settings than those of the run to resume, an output that holds
+            something other than a run or that another process writes, or a target whose logits are NaN or infinite.
+        OSError: if the output cannot be written. The rows in it stay.
 
     Example:
         >>> writer = TargetWriter(target)
@@ -163,7 +167,7 @@ def regenerate_data(
         was_finished = sum(dialogue.number in finished for dialogue in asked)
         record = RegenerationRecord(left_out=dict(left_out), was_finished=was_finished)
         share = _share(asked, finished, processes)
-        del asked  # a row is kept until its answer is in the output
+        del asked  # so that each dialogue is freed once its answer is written
         _begin(file, processes, overwrite, facts)
         run.begin_trace(writer, tokenizer, resume)
         run.on_begin(len(share), record)
@@ -176,9 +180,10 @@ def regenerate_data(
 
 
 def _share(asked: Sequence[Dialogue], finished: Container[int], processes: Processes) -> deque[Dialogue]:
-    """Returns the rows that this process answers of those that are not finished.
+    """Returns this process's share of the dialogues that are not finished.
 
-    Rows of similar length and number of turns share a batch, the longest first: memory runs out at once or never.
+    Dialogues with similar numbers of turns and tokens share a batch. Those with more turns come first, then longer
+    ones, so that memory runs out at the beginning or never.
     """
     left = [dialogue for dialogue in asked if dialogue.number not in finished]
     left.sort(key=lambda row: (row.num_turns, row.num_prompt_tokens, row.number), reverse=True)
@@ -186,7 +191,7 @@ def _share(asked: Sequence[Dialogue], finished: Container[int], processes: Proce
 
 
 def _check_output(output: Path, name: str | None, resume: bool, overwrite: bool) -> None:
-    """Raises ValueError if `output` is the data itself, else the errors of [`check_answer_file`]."""
+    """Raises ValueError if `output` is the data itself. Also raises the errors of [`check_answer_file`]."""
     data = Path(name or "").expanduser()
     if name is not None and data.exists() and data.resolve() == output.expanduser().resolve():
         raise ValueError(f"The output {output} is the data itself: choose another output.")
@@ -212,7 +217,7 @@ def _sum_up(record: RegenerationRecord, counts: Sequence[Counter[str]]) -> None:
 
 
 def _finish(file: AnswerFile, record: RegenerationRecord, facts: dict[str, Any], drop_cut: bool) -> None:
-    """Completes the output, the record and the manifest. Only the first process calls it, when all have finished."""
+    """Completes output, record and manifest. Only the first process may call it, after all have finished."""
     written = file.finish(drop_cut)
     record.rows = written["rows"]
     record.tokens = written["tokens"]
@@ -224,7 +229,7 @@ def _finish(file: AnswerFile, record: RegenerationRecord, facts: dict[str, Any],
 
 
 def _depends_on(settings: RegenerationSettings, writer: Writer, tokenizer: Any, seen: SeenRows) -> dict[str, Any]:
-    """Returns the settings and fingerprints that the rows of a run depend on: a run to resume must have the same."""
+    """Returns the settings and fingerprints that the rows depend on. A run can be resumed only with the same ones."""
     chosen = asdict(settings)
     # The data is identified by its fingerprint, and cut rows are dropped only at the end.
     for name in ("split", "streaming", "drop_cut"):
@@ -234,9 +239,9 @@ def _depends_on(settings: RegenerationSettings, writer: Writer, tokenizer: Any, 
 
 
 def _append_all(file: AnswerFile, answered: Answered, on_done: Callable[[int], None]) -> Counter[str]:
-    """Appends the rows of finished dialogues to `file`; returns counts of verify steps, tokens and encoded answers."""
+    """Appends the rows of finished dialogues to `file`. Returns counts of verify steps, tokens and encoded answers."""
     counts: Counter[str] = Counter()
-    with closing(answered):  # an error here stops the writer at once, and not only when the generator is collected
+    with closing(answered):  # so that an error here stops the writer at once, not when the generator is collected
         for dialogues, answers in answered:
             file.append([row for dialogue in dialogues for row in dialogue.rows()])
             for answer in answers:
@@ -250,7 +255,7 @@ def _append_all(file: AnswerFile, answered: Answered, on_done: Callable[[int], N
 
 
 def _answered(writer: Writer, dialogues: deque[Dialogue], settings: RegenerationSettings) -> Answered:
-    """Answers all `dialogues`, which it removes from the deque, and yields each round as it is finished."""
+    """Removes all `dialogues` from the deque, answers them, and yields each round as it is finished."""
     if writer.is_concurrent:
         yield from _concurrently(writer, dialogues, settings)
         return
@@ -261,15 +266,15 @@ def _answered(writer: Writer, dialogues: deque[Dialogue], settings: Regeneration
 def _concurrently(writer: ServerWriter, dialogues: deque[Dialogue], settings: RegenerationSettings) -> Answered:
     """Answers all `dialogues` as `_answered` does, each in one of `writer.batch_size` threads.
 
-    After an error no further dialogue is started, and the error is raised when the running ones have finished. After an
-    interrupt their answers are dropped, and no thread sends another request.
+    After an error no further dialogue is started, and the error is raised when the running dialogues have finished.
+    After an interrupt the answers of the running dialogues are dropped, and no thread sends another request.
     """
 
     def answer(dialogue: Dialogue) -> list[Round]:
         rounds = _rounds(writer, [dialogue], settings)
         return list(takewhile(lambda _: not writer.stopped.is_set(), rounds))
 
-    writer.stopped.clear()  # by an earlier run
+    writer.stopped.clear()  # an earlier run may have set it
     pending: set[Future[list[Round]]] = set()
     failure: BaseException | None = None
     with ThreadPoolExecutor(writer.batch_size) as pool:
@@ -286,7 +291,7 @@ def _concurrently(writer: ServerWriter, dialogues: deque[Dialogue], settings: Re
                     failure = failure or error
                     dialogues.clear()
                     pending = {waiting for waiting in pending if not waiting.cancel()}
-        except BaseException:  # such as KeyboardInterrupt, or GeneratorExit where the consumer of the answers failed
+        except BaseException:  # such as KeyboardInterrupt, or GeneratorExit if the consumer of the answers failed
             writer.stopped.set()
             pool.shutdown(cancel_futures=True)
             raise
@@ -295,6 +300,7 @@ def _concurrently(writer: ServerWriter, dialogues: deque[Dialogue], settings: Re
 
 
 def _taken(dialogues: deque[Dialogue], count: int) -> list[Dialogue]:
+    """Removes the first `count` dialogues from the deque, or all if there are fewer, and returns them."""
     return [dialogues.popleft() for _ in range(min(count, len(dialogues)))]
 
 

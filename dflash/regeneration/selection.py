@@ -1,4 +1,4 @@
-"""Chooses the rows that a run answers: draws them, and leaves out what cannot or need not be answered."""
+"""Chooses the rows that a run answers: draws them, and leaves out rows that cannot or need not be answered."""
 
 import hashlib
 import os
@@ -21,14 +21,15 @@ Row = Mapping[str, Any]
 # A function that returns an iterable over all rows, from the first one at each call.
 OpenRows = Callable[[], Iterable[Row]]
 
-# The flag with which a tokenizer of transformers remembers that it has warned of a long text.
+# The key under which a tokenizer of transformers notes that it has warned about a long text.
 WARNED_OF_LENGTH = "sequence-length-is-longer-than-the-specified-maximum"
 
 
 def opened(data: str | os.PathLike[str] | Iterable[Row], settings: RegenerationSettings) -> OpenRows:
-    """Returns a function that returns the rows of `data` (file, folder, Hub id or rows); errors of `read_rows`.
+    """Returns a function that returns the rows of `data`: a file, folder, Hub id or rows.
 
-    Rows in an iterator are collected in a list, unless the settings ask for streaming.
+    Rows in an iterator are collected in a list, unless the settings ask for streaming. Raises the errors of
+    `read_rows`.
     """
     rows: Iterable[Row]
     if isinstance(data, (str, os.PathLike)):
@@ -37,14 +38,14 @@ def opened(data: str | os.PathLike[str] | Iterable[Row], settings: RegenerationS
         if isinstance(rows, Iterator):
             return read
     elif isinstance(data, Iterator) and not settings.streaming:
-        rows = list(data)  # which are read twice
+        rows = list(data)  # because the rows may be read twice
     else:
         rows = data
     return lambda: rows
 
 
 class SeenRows:
-    """Counts and hashes the rows that are read, and collects their licences, for the manifest. It keeps no row."""
+    """Counts and hashes the rows that are read, and collects their licences, for the manifest. Rows are not kept."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -68,22 +69,22 @@ class SeenRows:
 
     @property
     def license(self) -> str | None:
-        """The licences that rows state, in one text with commas; `None` if no row states one."""
+        """The licences that rows state, separated by commas. `None` if no row states one."""
         return ", ".join(sorted(self._licenses)) or None
 
 
 class Drawn(NamedTuple):
-    """A drawn row, its number in the data (from 1), and its place in the random order, whose first `samples` are used."""
+    """A row that was drawn."""
 
-    number: int
-    place: int
+    number: int  # its number in the data, counted from 1
+    order: int  # its index in the random order, of which the first `samples` rows are drawn
     row: Row
 
 
 def drawn_rows(source: OpenRows, seen: SeenRows, settings: RegenerationSettings) -> Iterator[Drawn]:
-    """Yields `samples` rows, drawn by the seed, in the data's order; all rows of a stream, or without `samples`.
+    """Yields `samples` rows drawn with the seed, in the order of the data. `seen` counts the rows that are read.
 
-    `seen` counts the rows that are read.
+    Yields all rows if `samples` is `None` or the data is streamed.
     """
     rows = seen.watched(source())
     if settings.streaming or settings.samples is None:
@@ -92,15 +93,15 @@ def drawn_rows(source: OpenRows, seen: SeenRows, settings: RegenerationSettings)
         return
     for _ in rows:
         pass
-    order = list(range(1, seen.count + 1))
+    numbers = list(range(1, seen.count + 1))
     generator = random.Random(f"samples-{settings.seed}")
-    generator.shuffle(order)
-    places = {}
-    for place, number in enumerate(order[: settings.samples]):
-        places[number] = place
+    generator.shuffle(numbers)
+    indices = {}
+    for index, number in enumerate(numbers[: settings.samples]):
+        indices[number] = index
     for number, row in enumerate(source(), start=1):
-        if number in places:
-            yield Drawn(number, places[number], row)
+        if number in indices:
+            yield Drawn(number, indices[number], row)
 
 
 def selected(
@@ -108,16 +109,16 @@ def selected(
 ) -> tuple[list[Dialogue], Counter[str]]:
     """Returns the dialogues to answer, and how many rows are left out, by reason.
 
-    A stream is read until there are `samples` dialogues. Of rows that ask the same, the one drawn first is kept, so that a
-    run with more samples has all rows of a run with fewer.
+    A stream is read until there are `samples` dialogues. If several rows ask the same, the row that was drawn first is
+    kept. So a run with more samples has all rows of a run with fewer.
 
     Raises:
-        ValueError: if no row can be answered, or for a malformed row, with its number.
+        ValueError: if no row can be answered. Also for a malformed row; the message then has its number.
     """
     left_out: Counter[str] = Counter()
     kept: dict[int | bytes, Dialogue] = {}
-    places: dict[int | bytes, int] = {}
-    for number, place, row in rows:
+    orders: dict[int | bytes, int] = {}
+    for number, order, row in rows:
         with named_row(number, name):
             try:
                 dialogue = as_dialogue(
@@ -131,11 +132,11 @@ def selected(
             key = dialogue.digest() if settings.deduplicate else number
             if key in kept:
                 left_out["a prompt that repeats another one"] += 1
-            if place < places.get(key, place + 1):
+            if key not in kept or order < orders[key]:
                 kept[key] = dialogue
-                places[key] = place
-        is_unlike = not kept and number == SEARCHED_ROWS  # nothing here can be answered
-        if settings.streaming and (len(kept) == settings.samples or is_unlike):
+                orders[key] = order
+        has_no_usable_row = not kept and number == SEARCHED_ROWS
+        if settings.streaming and (len(kept) == settings.samples or has_no_usable_row):
             break
     if not kept:
         raise _nothing_left(name, left_out, settings)
@@ -143,6 +144,7 @@ def selected(
 
 
 def _nothing_left(name: str, left_out: Counter[str], settings: RegenerationSettings) -> ValueError:
+    """Returns the error for data of which no row can be answered."""
     if not left_out:
         return ValueError(f"{name} holds no row: give {FORMS}.")
     reasons = [f"{reason} ({count})" for reason, count in left_out.items()]
@@ -153,17 +155,17 @@ def _nothing_left(name: str, left_out: Counter[str], settings: RegenerationSetti
 
 
 def _check_length(dialogue: Dialogue, settings: RegenerationSettings, positions: int | None) -> None:
-    """Raises Unanswerable if the prompt fills the target's positions, or is longer than `max_prompt_tokens`."""
+    """Raises Unanswerable if the prompt fills the target's positions or is longer than `max_prompt_tokens`."""
     if not dialogue.room(1, positions):
         raise Unanswerable(f"a prompt that fills the target's {positions} positions")
-    longest = settings.max_prompt_tokens
-    if longest is not None and dialogue.num_prompt_tokens > longest:
-        raise Unanswerable(f"a prompt longer than {longest} tokens")
+    max_prompt_tokens = settings.max_prompt_tokens
+    if max_prompt_tokens is not None and dialogue.num_prompt_tokens > max_prompt_tokens:
+        raise Unanswerable(f"a prompt longer than {max_prompt_tokens} tokens")
 
 
 @contextmanager
 def unwarned_of_length(tokenizer: Any) -> Iterator[None]:
-    """Inside the `with`, silences the tokenizer's warning about long texts: a run cuts them or leaves them out."""
+    """Silences the tokenizer's warning about long texts inside the `with`. A run cuts such texts or leaves them out."""
     warned = getattr(tokenizer, "deprecation_warnings", {})
     with mock.patch.dict(warned, {WARNED_OF_LENGTH: True}):
         yield

@@ -1,4 +1,4 @@
-"""Lets the target answer on a server with the OpenAI protocol (vLLM, SGLang, …): token ids in, token ids out."""
+"""Gets answers from a target on a server with the OpenAI protocol (vLLM, SGLang, …): token ids in, token ids out."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,24 +21,27 @@ def read_configs(target: str, trust_remote_code: bool = False) -> tuple[Any, Any
     config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
     try:
         return config, GenerationConfig.from_pretrained(target)
-    except OSError:  # there is no such file: the generation settings are those in the config
+    except OSError:  # without a generation config, the settings are those in the config
         return config, GenerationConfig.from_model_config(config)
 
 
 class ServerWriter:
-    """Answers requests with a target on a server. It has the attributes of [`TargetWriter`].
+    """Answers requests with a target on a server. It has the attributes of a writer that [`regenerate_data`] reads.
 
-    It requests completions of token ids, so the server applies no chat template. A server that takes no ids is sent the text
-    of the prompt; ValueError if that text is not encoded to the same ids. If a server does not return the ids of an answer,
-    its text is encoded again. That gives the same ids for most texts, but not for all, so the answer is marked
-    (`is_encoded`). Errors are those of `OpenAIClient`.
+    It requests completions of token ids, so the server does not apply a chat template. If a server does not take ids,
+    the text of the prompt is sent. If a server does not return the ids of an answer, the answer's text is encoded
+    again. That gives the same ids for most texts but not for all, so the answer is marked (`is_encoded`).
 
-    `model` is the name that the server serves the target under (`None`: its only model). `tokenizer`, `config` and
-    `generation_config` are the target's; the stop tokens of `generation_config` end an answer.
+    `model` is the name under which the server serves the target (`None`: its only model). `tokenizer`, `config` and
+    `generation_config` belong to the target. The stop tokens of `generation_config` end an answer.
 
-    A request that fails in a way that may pass (a busy server, a broken connection) is sent again up to four times,
-    after longer and longer pauses, until `stopped` is set. `wait` pauses for the given seconds; by default it is
+    A request is sent again after a failure that may pass, such as a busy server or a broken connection: up to four
+    times, after longer and longer pauses, until `stopped` is set. `wait` pauses for the given seconds. By default it is
     `stopped.wait`, which returns as soon as `stopped` is set.
+
+    Raises:
+        ValueError: if a text to send does not encode to the ids of its prompt with `tokenizer`, if the server counts
+            another number of tokens in it, or if a reply is not a completion. Also the errors of `OpenAIClient`.
     """
 
     is_concurrent: Literal[True] = True
@@ -65,10 +68,14 @@ class ServerWriter:
         self.facts = {"served_model": self.model, "config": config_fingerprint(config, generation_config)}
 
     def __call__(self, requests: Sequence[AnswerRequest], sampling: Sampling) -> list[Answer]:
-        """Returns the answer to each request, asked one after another. Several threads may call it at the same time."""
+        """Returns the answer to each request. The requests are sent one after another.
+
+        Several threads may call it at the same time.
+        """
         return [self._ask(request, sampling) for request in requests]
 
     def _ask(self, request: AnswerRequest, sampling: Sampling) -> Answer:
+        """Sends a request, again after failures that may pass, and returns the answer."""
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": list(request.prompt_ids),
@@ -105,14 +112,16 @@ class ServerWriter:
                 token_ids = self._tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(
-                f"The reply of {where} is no completion ({quote(reply)}): check that it is an OpenAI-compatible server."
+                f"The reply of {where} is not a completion ({quote(reply)}): check that it is an OpenAI-compatible "
+                "server."
             ) from error
         if finish not in ("stop", "length"):
-            raise ValueError(f"{where} ended an answer with {finish!r}: look at its log.")
+            raise ValueError(f"{where} ended an answer with {finish!r}: look at the server's log.")
         token_ids = list(token_ids)
         ended = finish == "stop"
         if ended and self._stops and (not token_ids or token_ids[-1] not in self._stops):
-            own = self._tokenizer.eos_token_id  # most engines leave the stop token out of the text
+            # Most engines leave the stop token out of the text.
+            own = self._tokenizer.eos_token_id
             token_ids.append(own if own in self._stops else min(self._stops))
         num_tokens = _counted(reply, "completion_tokens")
         is_other_count = num_tokens not in (None, len(token_ids))
@@ -125,7 +134,7 @@ class ServerWriter:
 
 
 def _counted(reply: Any, name: str) -> Any:
-    """Returns the number of tokens that the reply's `usage` gives as `name`; `None` if it does not say."""
+    """Returns the number of tokens that the reply's `usage` gives as `name`. `None` if it does not give one."""
     try:
         return reply["usage"][name]
     except (KeyError, TypeError):

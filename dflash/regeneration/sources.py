@@ -1,4 +1,4 @@
-"""Prepares the sources of an adaptation: sources that hold answers are used as they are; the target first answers the others."""
+"""Prepares the sources of an adaptation. The target answers the sources that do not hold its answers yet."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,23 +25,25 @@ def answer_sources(
     announce: Announce = say_nothing,
     watch: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[str]:
-    """Returns what to train on for each source: itself if it holds answers, else a trace of the target's answers.
+    """Returns the data to train on for each source: the source itself if it holds answers, else a trace of new answers.
 
-    The pair writes the traces into `folder`. Answers that an earlier call left unfinished are completed.
+    The writer makes the traces, in `folder`. If an earlier call was interrupted, its answers are completed.
 
     Args:
-        sources: Files, folders or Hub ids, by the names that their traces get.
-        folder: Folder of the answers and traces; made if it does not exist.
-        load: Function that returns the writer, with a drafter, and the tokenizer. Called only if a source holds no answers.
+        sources: Files, folders or Hub ids. Their keys are the names of their traces.
+        folder: Folder of the answers and traces. It is made if it does not exist.
+        load: Function that returns the writer, with a drafter, and the tokenizer. Called only if a source lacks
+            answers.
         settings: Which rows to answer, and how.
         target_name: The target's name, for the manifest.
         overwrite: Answer all sources again.
-        announce: Called with a sentence on what will be answered, and with the result.
-        watch: Function that returns a context manager for each source. Its value is `None`, or has `begin` and `row`, which
-            become `on_begin` and `on_done` of a [`RegenerationRun`].
+        announce: Called with a sentence before each source that is answered, and with its result.
+        watch: Function that returns a context manager for each source that is answered. The value of the context
+            manager is `None`, or has `begin` and `row`, which become `on_begin` and `on_done` of a [`RegenerationRun`].
 
     Raises:
-        ValueError: for a source that cannot be read or that is streamed although it holds answers, or as [`regenerate_data`].
+        ValueError: for a source that cannot be read or that is streamed although it holds answers. Also the errors of
+            [`regenerate_data`].
     """
     has_answers = {source: _has_answers(source, settings) for source in sources.values()}
     if all(has_answers.values()):
@@ -49,10 +51,10 @@ def answer_sources(
     processes = Processes()
     writer, tokenizer = load()
     folder.mkdir(parents=True, exist_ok=True)
-    places = []
+    paths = []
     for name, source in sources.items():
         if has_answers[source]:
-            places.append(source)
+            paths.append(source)
             continue
         answers = folder / f"{name}.jsonl"
         trace = folder / f"{name}.trace.jsonl"
@@ -68,12 +70,12 @@ def answer_sources(
         if processes.is_first:
             announce(record.summary(answers))
         processes.gather([None])
-        places.append(str(trace))
-    return places
+        paths.append(str(trace))
+    return paths
 
 
 def _has_answers(source: str, settings: RegenerationSettings) -> bool:
-    """Whether the first row of a source is an answer or comes from a trace; ValueError if so and streaming is asked for."""
+    """Returns whether the first row of a source holds an answer. ValueError if it does and the source is streamed."""
     row = next(iter(read_rows(source, settings.split, settings.streaming)), {})
     if settings.streaming and "response_ids" in row:
         raise ValueError(f"{source} holds answers, which are read whole: leave --streaming out.")

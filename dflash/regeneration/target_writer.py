@@ -1,7 +1,7 @@
-"""Lets the target answer in this process: token ids in, token ids out.
+"""Writes answers with the target in this process: token ids in, token ids out.
 
-Without a drafter, `generate` of transformers writes the answers. A logits processor then chooses the tokens with the same
-uniform random numbers as the loop with a drafter, so that both choose the same tokens.
+Without a drafter, `generate` of transformers writes the answers. A logits processor then chooses the tokens with the
+same uniform random numbers as the loop with a drafter, so that both choose the same tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """A prompt to answer, the seed of its sampling, and the most tokens that the answer may have."""
+    """A prompt to answer, the seed of its sampling, and the largest number of tokens that the answer may have."""
 
     prompt_ids: Sequence[int]
     seed: int
@@ -61,8 +61,8 @@ class Answer:
     token_ids: list[int]  # the stop token included
     ended: bool  # False if `max_new_tokens` cut it off
     acceptance_lengths: list[int] = field(default_factory=list)  # per verify step, with a drafter
-    is_encoded: bool = False  # whether the ids were encoded from a text, because a server did not send them
-    is_miscounted: bool = False  # whether the server counted another number of tokens in that text
+    is_encoded: bool = False  # whether the ids were encoded from the answer's text, because a server did not send them
+    is_miscounted: bool = False  # if they were, whether the server counted another number of tokens in the answer
 
 
 @dataclass
@@ -73,7 +73,7 @@ class _Text:
     stops: set[int]
     token_ids: list[int] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
-    rejected: list[int] = field(default_factory=list)  # anchors of rejected drafts, as indices into `all_ids`
+    rejected: list[int] = field(default_factory=list)  # the anchors of rejected drafts, as indices into `all_ids`
 
     @property
     def all_ids(self) -> list[int]:
@@ -96,14 +96,17 @@ class _Text:
         return self.request.max_new_tokens - len(self.token_ids)
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens until the answer is done. Later ones are dropped: a batch goes on after some of its texts are done."""
+        """Appends tokens until the answer is done, and drops the rest.
+
+        A batch is written until all its texts are done, so a text may get more tokens than it needs.
+        """
         for token_id in token_ids:
             if self.is_done:
                 return
             self.token_ids.append(token_id)
 
     def take(self, block: Block) -> None:
-        """Appends a block of the drafter's loop: tokens, acceptance length and, if its draft was rejected, the anchor."""
+        """Records a block: its tokens, its acceptance length and, if its draft was rejected, its anchor."""
         if self.is_done:
             return
         if was_rejected(block):
@@ -114,14 +117,17 @@ class _Text:
 
 
 class TargetWriter:
-    """Answers requests with the target in this process. A drafter may save steps, and in fp32 changes no token.
+    """Answers requests with the target in this process. A drafter can save steps. In fp32 it does not change a token.
 
-    An answer depends on its prompt, its seed and the sampling, and on the other prompts of its batch only through rounding.
-    With large batches a drafter may be slower than none. With a `trace`, each text and the anchors of its rejected drafts are
-    recorded there. ValueError if the target's logits are NaN or infinite, here or in an answer.
+    An answer depends on its prompt, its seed and the sampling. It depends on the other prompts of its batch only
+    through rounding. With large batches, decoding with a drafter may be slower than without. With a `trace`, each text
+    and the anchors of its rejected drafts are recorded there.
+
+    Raises:
+        ValueError: when it is made or in an answer, if the target's logits are NaN or infinite.
     """
 
-    is_concurrent: Literal[False] = False  # threads may not call it at the same time
+    is_concurrent: Literal[False] = False  # only one thread at a time may call it
 
     def __init__(
         self,
@@ -135,9 +141,9 @@ class TargetWriter:
         self.drafter = drafter
         self.batch_size = batch_size
         self.trace = trace
-        self.positions = max_positions(target)  # the longest sequence, `None` if the config does not say
+        self.positions = max_positions(target)  # length of the longest sequence, `None` if the config does not give it
         self.revision = getattr(target.config, "_commit_hash", None)
-        self.facts = {  # what the answers depend on besides requests and sampling
+        self.facts = {  # what the answers depend on besides the requests and the sampling
             "weights": model_fingerprint(target),
             "config": config_fingerprint(target.config, target.generation_config),
             "dtype": dtype_name(target),
@@ -146,8 +152,8 @@ class TargetWriter:
     def __call__(self, requests: Sequence[AnswerRequest], sampling: Sampling) -> list[Answer]:
         """Returns the answer to each request, in order.
 
-        All requests share one batch. With a drafter, texts that have much less room in the target's positions have batches of
-        their own.
+        All requests share one batch. With a drafter, texts with much less room in the target's positions than others
+        get batches of their own.
         """
         stops = stop_ids(self.target.generation_config)
         texts = [_Text(request, stops) for request in requests]
@@ -167,40 +173,42 @@ class TargetWriter:
         return answers
 
     def _finish(self, texts: Sequence[_Text], sampling: Sampling) -> None:
-        """Completes each text in place, with the target alone."""
+        """Completes each text in place with the target alone."""
         uniforms = PositionUniforms(len(texts), _generators(texts))
         while True:
-            numbers = [number for number, text in enumerate(texts) if not text.is_done]
-            if not numbers:
+            indices = [index for index, text in enumerate(texts) if not text.is_done]
+            if not indices:
                 return
-            unfinished = [texts[number] for number in numbers]
+            unfinished = [texts[index] for index in indices]
             prompts = [text.all_ids for text in unfinished]
             width = max(map(len, prompts))
-            # Texts that are not done have equally many new tokens: each was in every batch so far, until the batch's end.
+            # All unfinished texts have the same number of new tokens, because each was in every batch so far.
             num_new = len(unfinished[0].token_ids)
-            choose = _ByUniforms(uniforms, numbers, width - num_new)
+            choose = _ByUniforms(uniforms, indices, width - num_new)
             num_steps = self._num_steps(unfinished)
             written = _write(self.target, prompts, num_steps, sampling, choose)
             for text, token_ids in zip(unfinished, written, strict=True):
                 text.append(token_ids)
 
     def _num_steps(self, texts: Sequence[_Text]) -> int:
-        """The number of tokens to write next: until all are complete, or the longest text fills the positions.
+        """Returns the number of tokens to write next: until all texts are complete, or the longest fills the positions.
 
-        The other texts then go on without the longest one. Beyond its positions a target with learned position embeddings
-        fails, and one whose rotary frequencies depend on the length would write other answers in the whole batch.
+        After that the other texts go on without the longest one. Beyond its positions, a target with learned position
+        embeddings fails. A target whose rotary frequencies depend on the length would change the answers of the whole
+        batch.
         """
         num_left = max(text.num_left for text in texts)
-        longest = max(len(text.all_ids) for text in texts)
-        if self.positions is None or longest >= self.positions:  # a request may ask to go beyond them
+        max_length = max(len(text.all_ids) for text in texts)
+        if self.positions is None or max_length >= self.positions:  # a request may ask for more than the positions
             return num_left
-        return min(num_left, self.positions - longest)
+        return min(num_left, self.positions - max_length)
 
     def _roomy_first(self, texts: Sequence[_Text]) -> list[list[_Text]]:
-        """Cuts texts into batches that can draft at least half as many tokens as their text with most room could alone.
+        """Returns the texts in batches, those with most room first.
 
-        A batch drafts until its longest text fills the positions, so one text that nearly fills them would end the drafts of
-        all. A batch that has ended cannot draft on, because each call of the loop draws its random numbers from the
+        Each batch can draft at least half as many tokens as its text with the most room could draft alone. A batch
+        drafts until its longest text fills the positions, so one text that nearly fills them would end the drafts of
+        all. A batch that has ended cannot be continued, because each call of the loop draws its random numbers from the
         beginning.
         """
         batches: list[list[_Text]] = []
@@ -215,12 +223,15 @@ class TargetWriter:
         return batches
 
     def _draft(self, texts: Sequence[_Text], sampling: Sampling) -> None:
-        """Extends each text in place with the drafter, until all are complete or the longest fills the positions."""
+        """Extends each text in place with the drafter.
+
+        It ends when all texts are complete, or when the longest has as many tokens as the target has positions.
+        """
         drafter: Any = self.drafter
         options: dict[str, Any] = {"temperature": sampling.temperature}
         if sampling.temperature:
             options |= {"top_p": sampling.top_p, "top_k": sampling.top_k}
-        if self.trace is not None:  # the drafter's own drafts are recorded
+        if self.trace is not None:  # so that only the drafter's own drafts are recorded
             options["prompt_lookup_num_tokens"] = 0
         blocks = generate_blocks(
             drafter,
@@ -228,7 +239,7 @@ class TargetWriter:
             [torch.tensor(text.request.prompt_ids) for text in texts],
             max_new_tokens=self._num_steps(texts),
             generator=_generators(texts),
-            verification="match",  # a position's random number then chooses the same token as without a drafter
+            verification="match",  # so that a position's random number chooses the same token as without a drafter
             **options,
         )
         for block in blocks:
@@ -242,7 +253,7 @@ def _generators(texts: Sequence[_Text]) -> list[torch.Generator]:
 
 @dataclass(frozen=True)
 class Regenerated:
-    """The target's answer to prompt number `index`; `ended` is False if `max_new_tokens` cut it off."""
+    """The target's answer to `prompts[index]`. `ended` is False if `max_new_tokens` cut it off."""
 
     index: int
     example: Example
@@ -261,8 +272,8 @@ def regenerate(
 ) -> Iterator[Regenerated]:
     """Yields the target's response to each prompt, greedy by default, in the order in which batches finish.
 
-    Prompts of similar length share a batch. A sampled response depends on `seed` and its prompt's place in the list, not
-    on the batch, and no global state changes.
+    Prompts of similar length share a batch. A sampled response depends on `seed` and the index of its prompt, not on
+    the batch. The global random state does not change.
     """
     write = TargetWriter(target, drafter, batch_size)
     sampling = sampling or Sampling()
@@ -280,9 +291,9 @@ def regenerate(
             yield Regenerated(index, example, answer.ended)
 
 
-def row_seed(seed: int, *place: int) -> int:
-    """Returns a seed below 2**63 for a place in the data, such as the numbers of a row and a turn."""
-    digest = hashlib.sha256(repr((seed, *place)).encode())
+def row_seed(seed: int, *numbers: int) -> int:
+    """Returns a seed below 2**63 for `numbers`, such as the number of a row and the index of a turn."""
+    digest = hashlib.sha256(repr((seed, *numbers)).encode())
     return int(digest.hexdigest()[:16], 16) >> 1
 
 
@@ -296,7 +307,7 @@ def _write(
 ) -> list[list[int]]:
     """Returns the new tokens after each prompt of a batch. Tokens after a stop token are not removed.
 
-    ValueError if a logit was NaN or infinite.
+    ValueError if a logit was NaN or +inf.
     """
     width = max(map(len, prompts))
     pad = partial(pad_sequence, batch_first=True, padding_side="left")
@@ -305,7 +316,7 @@ def _write(
     watch = _Watch()
     processors = processing.LogitsProcessorList([watch])
     if sampling.temperature:
-        # After those that the target's own config asks for, in the order of `generate`.
+        # They come after the processors that the target's config asks for, in the order of `generate`.
         processors.append(processing.TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
             processors.append(processing.TopKLogitsWarper(sampling.top_k))
@@ -317,7 +328,7 @@ def _write(
     layer_types = getattr(config, "layer_types", None) or ()
     if not set(LINEAR_TYPES) & set(layer_types):  # linear layers have caches of their own
         length = width + max_new_tokens
-        options[CACHE_NAME] = PreallocatedCache(config.num_hidden_layers, length)  # which is faster
+        options[CACHE_NAME] = PreallocatedCache(config.num_hidden_layers, length)  # faster than a growing cache
     settings: Any = target.generation_config
     stops = stop_ids(settings)
     if stops and settings.pad_token_id is None:
@@ -329,7 +340,7 @@ def _write(
         max_new_tokens=max_new_tokens,
         logits_processor=processors,
         do_sample=False,
-        temperature=None,  # these are unused here, and warned about where the target sets them
+        temperature=None,  # these three are unused; `generate` would warn about values in the target's settings
         top_p=None,
         top_k=None,
         **options,
@@ -340,7 +351,7 @@ def _write(
 
 
 class _Watch(processing.LogitsProcessor):
-    """Records in `is_broken` whether any score was NaN or infinite. To be read once, as a read waits for the device."""
+    """Records in `is_broken` whether any score was NaN or +inf. Read it once, because reading waits for the device."""
 
     is_broken: bool | torch.Tensor = False
 
@@ -351,23 +362,23 @@ class _Watch(processing.LogitsProcessor):
 
 
 class _ByUniforms(processing.LogitsProcessor):
-    """Samples each sequence's token with its own random numbers, as decoding with a drafter does; masks all others."""
+    """Samples the token of each sequence with the random numbers of that sequence, as decoding with a drafter does."""
 
     def __init__(self, uniforms: PositionUniforms, sequences: Sequence[int], first_column: int) -> None:
         self.uniforms = uniforms
-        self.sequences = sequences  # the number in `uniforms` of each sequence in the batch
+        self.sequences = sequences  # the index in `uniforms` of each sequence of the batch
         self.first_column = first_column  # the column of the first new token
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Returns new scores [B, V]: 0 for the chosen token, -inf for all others."""
         position = input_ids.shape[1] - self.first_column
-        of_sequences = []
+        sequence_uniforms = []
         for sequence in self.sequences:
-            of_sequences.append(self.uniforms(sequence, position, 1))
-        uniforms = torch.stack(of_sequences)  # [B, 1]
+            sequence_uniforms.append(self.uniforms(sequence, position, 1))
+        uniforms = torch.stack(sequence_uniforms)  # [B, 1]
         uniforms = place_uniforms(uniforms, scores.device)
-        of_position = scores.unsqueeze(1)  # [B, 1, V]
-        choices = choose_sampled(of_position, uniforms)  # [B, 1]
+        position_scores = scores.unsqueeze(1)  # [B, 1, V]
+        choices = choose_sampled(position_scores, uniforms)  # [B, 1]
         chosen: Any = torch.full_like(scores, -torch.inf)
         chosen.scatter_(1, choices, 0.0)
         return chosen

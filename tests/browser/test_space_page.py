@@ -263,7 +263,7 @@ def test_an_example_is_a_prompt(space: Space, visit: Callable[..., Any]) -> None
             r".*hidden_size is 32 and the target's is 192: load its own target\.",
         ),
         ({"target": "TARGET"}, r"Target and drafter go together: .*"),
-        ({"target": "./nowhere", "drafter": "OTHER"}, r"target \./nowhere is no folder: .*"),
+        ({"target": "./nowhere", "drafter": "OTHER"}, r"target \./nowhere is not a folder: .*"),
         ({"target": "TARGET", "drafter": "no/such-DFlash"}, r"drafter no/such-DFlash: .*"),
     ],
     ids=["empty", "100k characters", "many tokens", "another target's", "half a pair", "no folder", "not on the Hub"],

@@ -190,7 +190,7 @@ def test_a_folder_that_does_not_exist_is_refused(run: Any, pair: tuple[Path, Pat
     options = [item for pair_ in words.items() for item in pair_]
     status, out, err = run(*options, "--print")
     assert (status, out) == (1, "")
-    assert f"{option} ./nope is no folder" in err
+    assert f"{option} ./nope is not a folder" in err
     assert run(*options, "--print", "--no-check")[0] == 0
 
 

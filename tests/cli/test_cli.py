@@ -682,7 +682,7 @@ def test_a_target_that_sees_the_tokens_after_is_refused(run: Any, pair: list[str
     make_tokenizer().save_pretrained(tmp_path / "bert")
     status, out, err = run("generate", "--target", tmp_path / "bert", *pair[2:], "abc")
     assert (status, out) == (1, "")
-    assert err.splitlines()[-1].endswith("bert model is no causal language model: give one that generates text.")
+    assert err.splitlines()[-1].endswith("bert model is not a causal language model: give one that writes text.")
 
 
 def test_a_request_beyond_the_targets_positions_is_warned_of(run: Any, pair: list[str], tmp_path: Path) -> None:

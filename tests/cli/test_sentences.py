@@ -176,7 +176,7 @@ def test_a_line_that_is_no_prompt_is_named(command: str, line: str, run: Run, or
     names = [originals / "target", originals / "tiny-DFlash"]
     words = ["--target", names[0], "--drafter", names[1]] if command == "eval" else names
     sentence = refusal(run(command, *words, "--prompts", tmp_path / "asked.jsonl"))
-    assert "line 2 is no prompt: write a text in UTF-8, or a JSON object with messages" in sentence
+    assert "line 2 is not a prompt: write a text in UTF-8, or a JSON object with messages" in sentence
 
 
 ROWS = {

@@ -456,12 +456,12 @@ def test_bench_writes_what_readers_need_and_says_in_a_log_how_far_it_is(tmp_path
 @pytest.mark.parametrize(
     ("text", "options", "said"),
     [
-        ("", [], "is empty: write one prompt a line"),
+        ("", [], "is empty: write one prompt on each line"),
         ("x", ["--prompts", "none.txt"], "--prompts none.txt cannot be read (No such file or directory): name a file"),
-        (b"\xff", [], "is no text in UTF-8: name a file of one prompt a line"),
-        ('{"question"\n', [], "line 1 is no prompt: write a text in UTF-8, or a JSON object"),
-        ('{"answer": "4"}\n', [], "line 1 is no prompt"),
-        ('{"messages": [{"role": "assistant", "content": "4"}]}\n', [], "line 1 is no prompt"),
+        (b"\xff", [], "is not text in UTF-8: name a file with one prompt on each line"),
+        ('{"question"\n', [], "line 1 is not a prompt: write a text in UTF-8, or a JSON object"),
+        ('{"answer": "4"}\n', [], "line 1 is not a prompt"),
+        ('{"messages": [{"role": "assistant", "content": "4"}]}\n', [], "line 1 is not a prompt"),
         ("x", ["--target", "t"], "--target and --drafter go together"),
         ("x", ["--methods", " ,"], "--methods ' ,' names nothing"),
         (
@@ -530,7 +530,7 @@ def test_two_prompt_files_of_one_name_are_refused(loads_nothing, tmp_path):
         (tmp_path / folder / "test.txt").write_text("hello\n")
     given = [word for folder in ("a", "b") for word in ("--prompts", str(tmp_path / folder / "test.txt"))]
     outcome = CliRunner().invoke(cli.app, ["bench", *given])
-    assert re.search(r"b/test\.txt is the second file of the name test, .*: rename it", str(outcome.exception))
+    assert re.search(r"b/test\.txt is the second file named test\. .*: rename it", str(outcome.exception))
 
 
 def test_bench_replaces_a_file_when_asked_to(tmp_path):

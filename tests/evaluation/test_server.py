@@ -585,8 +585,10 @@ def test_an_answer_that_breaks_off_is_no_answer() -> None:
 
 def test_requests_that_make_no_sense_are_refused(run: Any, tmp_path: Path) -> None:
     assert "localhost:8000 is no server's URL: give one like http://" in run("--url", "localhost:8000")[2]
-    assert "--concurrency 0,4 is no list of numbers from 1 on" in run("--url", "http://x", "--concurrency", "0,4")[2]
-    assert "--concurrency many is no list" in run("--url", "http://x", "--concurrency", "many")[2]
+    assert (
+        "--concurrency 0,4 is not a list of numbers from 1 on" in run("--url", "http://x", "--concurrency", "0,4")[2]
+    )
+    assert "--concurrency many is not a list" in run("--url", "http://x", "--concurrency", "many")[2]
     assert "--api-key-env NO_SUCH_KEY is not set" in run("--url", "http://x", "--api-key-env", "NO_SUCH_KEY")[2]
     same = ("--output", tmp_path / "x", "--plot", tmp_path / "new" / ".." / "x")
     assert "x is the file that --output writes: give it another name" in run("--url", "http://x", *same)[2]
@@ -594,12 +596,12 @@ def test_requests_that_make_no_sense_are_refused(run: Any, tmp_path: Path) -> No
     for text, message in (
         (
             '{"prompt": "a"}\n{"prompt": 3}\n',
-            "line 2 is no prompt: write a text in UTF-8, or a JSON object with messages, prompt or question",
+            "line 2 is not a prompt: write a text in UTF-8, or a JSON object with messages, prompt or question",
         ),
-        ('{"text": "a"}\n', "line 1 is no prompt"),
-        ('{"prompt": " "}\n', "line 1 is no prompt"),
-        ('{"messages": [1]}\n', "line 1 is no prompt"),
-        ("\n", "is empty: write one prompt a line"),
+        ('{"text": "a"}\n', "line 1 is not a prompt"),
+        ('{"prompt": " "}\n', "line 1 is not a prompt"),
+        ('{"messages": [1]}\n', "line 1 is not a prompt"),
+        ("\n", "is empty: write one prompt on each line"),
     ):
         bad.write_text(text, encoding="utf-8")
         assert message in run("--url", "http://x", "--prompts", bad)[2]

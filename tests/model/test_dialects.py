@@ -1081,7 +1081,7 @@ def test_commands_convert_and_export(tmp_path: Path) -> None:
     assert "SOURCE" in str(done.exception)
     for command in ("convert", "export"):
         words = [command, str(source), str(tmp_path / "never-DFlash"), "--target"]
-        assert "--target ./nope is no folder" in str(runner.invoke(cli.app, [*words, "./nope"]).exception)
+        assert "--target ./nope is not a folder" in str(runner.invoke(cli.app, [*words, "./nope"]).exception)
         said = str(runner.invoke(cli.app, [*words, "no/such-target"]).exception)
         # An export of this drafter is refused before its target is asked for.
         assert ("the target no/such-target cannot be read" if command == "convert" else "sample_from_anchor") in said

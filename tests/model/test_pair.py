@@ -732,8 +732,8 @@ def test_the_command_writes_a_pair(dflash_command: Any, tmp_path: Path) -> None:
     assert said["settings"] == {"draft_tree": 16, "verification": "match", "draft_window": [64, 1024]}
     for words, told in (
         ((TARGET, DRAFTER, out), "exists: name a folder that does not"),
-        ((TARGET, DRAFTER, tmp_path / "two", "--set", "draft_tree"), "--set draft_tree is no NAME=VALUE"),
-        ((tmp_path / "no", DRAFTER, tmp_path / "two"), "is no folder"),
+        ((TARGET, DRAFTER, tmp_path / "two", "--set", "draft_tree"), "--set draft_tree is not NAME=VALUE"),
+        ((tmp_path / "no", DRAFTER, tmp_path / "two"), "is not a folder"),
     ):
         status, _, err = dflash_command("pair", *words)
         assert (status, told in err) == (1, True), err

@@ -599,7 +599,7 @@ def test_rows_that_ask_nothing_are_left_out_and_counted(target: Any, tokenizer: 
     assert record.rows == 1
     assert record.left_out == {
         "no user turn": 1,
-        "calls of tools, which the target's own turns may not make": 1,
+        "tool calls, which the target's new turns might not repeat": 1,
         "an empty prompt": 1,
     }
     with pytest.raises(

@@ -435,7 +435,7 @@ def test_bad_input_is_one_sentence_before_anything_is_trained(
         refused("is being written by process", answers, output=tmp_path / "busy")
     trace = ["--target", folder / "target", "--data", folder / "asked.jsonl", "--output", tmp_path / "a.jsonl"]
     status, _, err = dflash_command("regenerate", *trace, "--trace", tmp_path / "t.jsonl")
-    assert (status, "nothing drafts: give --drafter" in err) == (1, True)
+    assert (status, "there is no drafter: give --drafter" in err) == (1, True)
     words = [*trace, "--trace", tmp_path / "a.jsonl", "--drafter", folder / "drafter"]
     status, _, err = dflash_command("regenerate", *words)
     assert (status, "is also --data or --output" in err) == (1, True)

@@ -462,7 +462,7 @@ def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, mo
         (["--output", "OUT", "--num-taps", "0"], "num_taps=0: give 1 or more"),
         (
             ["--output", "OUT", "--target-layer-ids", "1,a"],
-            "--target-layer-ids 1,a is no list of numbers from 0 on: write them as",
+            "--target-layer-ids 1,a is not a list of numbers from 0 on: write them as",
         ),
         (["--output", "OUT", "--target-layer-ids", "1,3"], "reaches the last of 4 layers"),
         (
