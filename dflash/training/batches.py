@@ -1,4 +1,4 @@
-"""Cuts examples into batches and draws the anchors of their blocks. It knows no model.
+"""Cuts examples into batches and draws the anchors of their blocks. It imports no model.
 
 An example is called a document here. A sequence is one row of a batch: a padded document, or several packed documents.
 """
@@ -17,8 +17,8 @@ from .examples import Example, Examples, lengths_of
 
 PADDING_DOCUMENT = -1
 NO_ANCHOR = -1
-# Widths are rounded up to a multiple of this, so that few shapes occur: for each new shape kernels are selected, and on a CPU
-# compiled.
+# Widths are rounded up to a multiple of this, so that few shapes occur: torch selects kernels for each new shape and,
+# on a CPU, compiles them.
 WIDTH_STEP = 16
 # Number of shuffled documents that are sorted by length together.
 POOL = 2048
@@ -27,8 +27,8 @@ POOL = 2048
 def valid_anchors(loss_mask: Sequence[int]) -> list[int]:
     """Returns the positions at which a block may begin: the token there and the next one are supervised.
 
-    While decoding, an anchor is a token that the target wrote, and the drafter first proposes the token after it. So the token
-    after an anchor is never one of a prompt.
+    While decoding, an anchor is a token that the target wrote, and the drafter first proposes the token after it. So
+    the token after an anchor is never part of a prompt.
     """
     return [place for place, pair in enumerate(pairwise(loss_mask)) if all(pair)]
 
@@ -43,11 +43,12 @@ def sample_anchors(
     rejected: Sequence[int] = (),
     rejected_share: float = 0.0,
 ) -> list[int]:
-    """At most `num_anchors` distinct valid anchors in ascending order, drawn anew each epoch.
+    """Returns at most `num_anchors` distinct valid anchors of a document, in ascending order, drawn anew each epoch.
 
-    The draw depends only on the arguments, where `index` is the sequence's index in the data; neither its batch nor a restart
-    changes it. A sequence with fewer valid positions than `num_anchors` returns all of them. `rejected` holds the anchors of
-    drafts that verification rejected: a share `rejected_share` of the result is drawn from them, or less if they are too few.
+    The draw depends only on the arguments. `index` is the document's index in the data, so neither its batch nor a
+    restart changes the draw. For a document with fewer valid positions than `num_anchors`, all of them are returned.
+    `rejected` holds the anchors of drafts that verification rejected: a share `rejected_share` of the result is drawn
+    from them, or less if they are too few.
 
     Example:
         >>> sample_anchors([0, 0, 1, 1, 1], 8, seed=0, epoch=0, index=0)
@@ -72,7 +73,7 @@ class Batch(NamedTuple):
     Attributes:
         input_ids: Token ids, [B, S].
         loss_mask: Whether a token is supervised, bool [B, S].
-        document_ids: Number of a token's document in its sequence, from 0; `PADDING_DOCUMENT` for padding, [B, S].
+        document_ids: Index of the token's document in its sequence; `PADDING_DOCUMENT` for padding, [B, S].
         anchors: Columns where blocks begin, filled with `NO_ANCHOR` in sequences that have fewer, [B, A].
     """
 
@@ -87,10 +88,11 @@ class Batch(NamedTuple):
         return Batch(*tensors)
 
     def share(self, index: int, num_shares: int) -> "Batch":
-        """Returns the micro-batch number `index` of `num_shares`: every `num_shares`-th sequence, beginning with `index`.
+        """Returns the share at `index` of `num_shares`: every `num_shares`-th sequence, beginning with `index`.
 
-        There is a share for each process and gradient accumulation step. With fewer sequences than shares, a share without a
-        sequence of its own is the first sequence without anchors: its process runs the same forward, and its loss is 0.
+        There is a share for each process and gradient accumulation step. If there are fewer sequences than shares, each
+        remaining share is a copy of the first sequence with all anchors removed. Its process runs a forward like the
+        others, and its loss is 0.
         """
         if index < len(self.input_ids):
             own = [tensor[index::num_shares] for tensor in self]
@@ -106,11 +108,11 @@ class BatchPlan:
 
     Attributes:
         num_anchors: Largest number of blocks per document.
-        batch_tokens: Largest number of tokens per batch, padding included. A longer sequence is a batch of its own.
+        batch_tokens: Largest number of tokens per batch, padding included. A longer sequence is a batch by itself.
         seed: Seed of the order of documents and of the anchors.
         pad_token_id: Token id of the padding.
         pack_length: Width of sequences into which documents are packed. Default: one document per sequence.
-        rejected_share: Share of a document's anchors that is drawn from its `rejected` ones.
+        rejected_share: Share of a document's anchors that is drawn from its `rejected` anchors.
     """
 
     num_anchors: int
@@ -131,18 +133,18 @@ def collate(
     """Returns examples and their anchors as a [`Batch`], padded to a multiple of `WIDTH_STEP` and at least to `width`.
 
     Args:
-        examples: The documents, by number.
-        anchors: Anchors of each document, by the same number, counted from the document's first token.
+        examples: The documents, by index.
+        anchors: Anchors of each document, by the same index, counted from the document's first token.
         pad_token_id: Token id of the padding.
-        sequences: For each sequence the numbers of its documents. Default: one document per sequence.
-        width: Smallest number of columns.
+        sequences: For each sequence the indices of its documents. Default: one document per sequence.
+        width: Smallest number of columns. It is rounded up to a multiple of `WIDTH_STEP` too.
     """
     if sequences is None:
         sequences = [[number] for number in range(len(examples))]
     rows = [_packed(examples, anchors, sequence) for sequence in sequences]
     token_ids, loss_masks, documents, columns = zip(*rows, strict=True)
     longest = max(map(len, token_ids))
-    width = max(width, _padded(longest))
+    width = _padded(max(width, longest))
     most_anchors = max(map(len, columns))
     return Batch(
         input_ids=_filled(token_ids, width, pad_token_id),
@@ -177,7 +179,7 @@ def _padded(length: int) -> int:
 
 
 def _pools(count: int, rng: random.Random, pool: int) -> Iterator[list[int]]:
-    """Yields the numbers 0 to `count - 1` in random order, in lists of at most `pool`."""
+    """Yields the indices 0 to `count - 1` in random order, in lists of at most `pool`."""
     order = rng.sample(range(count), count)
     for begin in range(0, count, pool):
         yield order[begin : begin + pool]
@@ -186,8 +188,8 @@ def _pools(count: int, rng: random.Random, pool: int) -> Iterator[list[int]]:
 def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random, pool: int = POOL) -> list[list[int]]:
     """Returns an epoch's batches in random order, as lists of indices.
 
-    A batch has at most `batch_tokens` with padding, or is one longer sequence. Pools of shuffled sequences are sorted by length
-    and cut, so that there is little padding and batches still differ between epochs.
+    A batch has at most `batch_tokens` tokens, padding included, or is one longer sequence. Pools of shuffled sequences
+    are sorted by length and cut, so that there is little padding and batches still differ between epochs.
     """
     batches: list[list[int]] = []
     for numbers in _pools(len(lengths), rng, pool):
@@ -204,10 +206,10 @@ def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random,
 
 
 def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: int = POOL) -> list[list[int]]:
-    """Packs documents into sequences of at most `width` tokens; returns their document numbers, in random order.
+    """Packs documents into sequences of at most `width` tokens; returns these as lists of indices, in random order.
 
-    The documents of a shuffled pool, longest first, go into the first sequence that has room. A document longer than `width`
-    is a sequence of its own.
+    The documents of a shuffled pool, longest first, go into the first sequence that has room. A document longer than
+    `width` is a sequence by itself.
     """
     sequences: list[list[int]] = []
     for numbers in _pools(len(lengths), rng, pool):
@@ -228,7 +230,7 @@ def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: 
 
 
 def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list[list[list[int]]]:
-    """Returns an epoch's batches, each a list of sequences, each a list of document numbers; fixed by plan and epoch."""
+    """Returns an epoch's batches, each a list of sequences of document indices. Plan and epoch decide them."""
     rng = random.Random(f"batches-{plan.seed}-{epoch}")
     width = plan.pack_length
     batches = []
@@ -242,9 +244,8 @@ def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list
     count = max(1, plan.batch_tokens // columns)
     batch: list[list[int]] = []
     for sequence in pack_examples(lengths, width, rng):
-        if (
-            sum(lengths[number] for number in sequence) > columns
-        ):  # one long document, to whose length all would be padded
+        num_tokens = sum(lengths[number] for number in sequence)
+        if num_tokens > columns:  # one long document: the other sequences of the batch would be padded to its length
             batches.append([sequence])
             continue
         batch.append(sequence)
@@ -257,10 +258,10 @@ def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list
 
 
 def epoch_batches(examples: Examples, epoch: int, plan: BatchPlan, first: int = 0) -> Iterator[Batch]:
-    """Yields the batches of an epoch (from 0), which hold each example once; fixed by plan and epoch.
+    """Yields the batches of an epoch (from 0), which hold each example once. Plan and epoch decide them.
 
-    Batches before number `first` are skipped, and their examples are not read. A document's anchors depend on the plan, the
-    epoch, the document and its index in `examples`, not on its batch or on a restart.
+    Batches before the index `first` are skipped, and their examples are not read. A document's anchors depend on the
+    plan, the epoch, the document and its index in `examples`, not on its batch or on a restart.
     """
     width = _padded(plan.pack_length or 0)
     batches = epoch_sequences(lengths_of(examples), epoch, plan)

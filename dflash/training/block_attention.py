@@ -1,8 +1,8 @@
-"""Attention of many blocks to one context and of each block to itself, without the scores that a dense mask would discard.
+"""Computes the attention of many blocks to one context and of each block to itself, and no scores of unseen keys.
 
-All blocks of a sequence run in one forward, in which a query sees only the context and its own block. The memory of dense
-scores grows with the square of the number of blocks; here it grows linearly, and on a CPU the context's scores are never
-stored.
+All blocks of a sequence run in one forward, in which a query sees only the context and its own block. The memory of
+dense scores grows with the square of the number of blocks. Here it grows linearly, and on a CPU the context's scores
+are never stored.
 """
 
 from functools import partial
@@ -17,11 +17,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .fused_attention import FusedBlocks
 
 
-# The name of this attention as `attn_implementation`. Its masks are [B, 1, R, S + N]: a query's mask over the context's keys,
-# then over the keys of its own block.
+# The name of this attention as `attn_implementation`. Its masks are [B, 1, R, S + N]: a query's mask over the context's
+# keys, then over the keys of its own block.
 BLOCKWISE = "blockwise"
 
-# Largest number of attention scores in memory at a time: 64 MiB in fp32. If all blocks need more, they are computed in chunks.
+# Largest number of attention scores in memory at a time: 64 MiB in fp32. If all blocks have more, they are computed in
+# chunks.
 MOST_SCORES = 2**24
 
 # Types of devices with a fused kernel whose output can be merged with a block's attention to itself.
@@ -31,8 +32,8 @@ FUSED = ("cpu",)
 class Blocks(NamedTuple):
     """Queries of A blocks, and the keys and values that they see: the context's, and those of each query's own block.
 
-    There are G heads of keys and values. The H / G heads of the query that share one are its third dimension. A block has N
-    positions, the context S; a head has E channels.
+    There are G heads of keys and values. The third dimension of `query` holds the H / G query heads that share a key
+    head. A block has N positions, the context S. A head has E channels.
     """
 
     query: Tensor  # [B, G, H / G, A, N, E]
@@ -53,7 +54,10 @@ def blockwise_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [B, R, H, E]
-    """Returns the output of attention with the dense mask [B, 1, R, S + R], up to rounding, and `None`."""
+    """Returns the output and `None`, as transformers expects.
+
+    The output equals that of dense attention with the mask [B, 1, R, S + R], up to rounding.
+    """
     batch, heads, num_rows, size = query.shape
     groups = key.shape[1]
     length = key.shape[2] - num_rows
@@ -94,7 +98,7 @@ def _fused(blocks: Blocks) -> Tensor:  # of the shape of query
             blocks.context_key,
             blocks.context_value,
             context_mask,
-            # For strided queries Inductor compiles their strides as constants, and another number of blocks then raises.
+            # Inductor compiles the strides of strided queries as constants; another number of blocks would then raise.
             turn.contiguous(),
             blocks.block_key,
             blocks.block_value,
@@ -107,7 +111,8 @@ def _fused(blocks: Blocks) -> Tensor:  # of the shape of query
 def _in_chunks(blocks: Blocks, dropout: float) -> Tensor:  # of the shape of query
     """Computes the attention of all blocks at once, or in chunks of blocks if there are more than `MOST_SCORES` scores.
 
-    The backward pass recomputes the scores of each chunk, so that all scores are never in memory together.
+    The backward pass recomputes the scores of each chunk, so that the scores of two chunks are never in memory
+    together.
     """
     # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
     shared, num_blocks, block_size = blocks.query.shape[2:5]

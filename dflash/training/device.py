@@ -1,4 +1,4 @@
-"""Whether this process computes on the CPU, and whether bf16 is fast on this machine. Defaults depend on both."""
+"""Says whether this process computes on the CPU, and whether bf16 is fast on this machine. Defaults depend on both."""
 
 import os
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 
-# Instructions that multiply bf16. An x86 CPU without them converts each product, and a training step of the embedded pair takes
-# three times as long as in fp32.
+# Instructions that multiply bf16. An x86 CPU without them converts each product, and a training step of the embedded
+# pair takes three times as long as in fp32.
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 
 

@@ -1,8 +1,8 @@
 """Blockwise attention on a CPU with torch's fused kernel, which never stores the scores of the context.
 
-The kernel computes the attention to the context. The few scores of a block to itself are computed separately. The two results
-are merged by the logarithms of their softmax denominators, as in ring attention (arXiv 2310.01889). With the merged output
-and denominator, the kernel's own backward pass returns the gradients of the joint softmax.
+The kernel computes the attention to the context. The few scores of a block to itself are computed separately. The two
+results are merged by the logarithms of their softmax denominators, as in ring attention (arXiv 2310.01889). With the
+merged output and denominator, the kernel's own backward pass returns the gradients of the joint softmax.
 """
 
 from typing import Any

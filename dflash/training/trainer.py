@@ -1,7 +1,7 @@
-"""Takes the optimiser steps of a run, in one process or several. It knows no text.
+"""Takes the optimiser steps of a run, in one process or several. It works on token ids, never on text.
 
-Every process computes its share of each batch, cut into `gradient_accumulation_steps` parts. Losses, gradients and counts are
-summed, so that neither the number of processes nor that of parts changes what is learned.
+Each process computes its share of each batch, cut into `gradient_accumulation_steps` parts. Losses, gradients and
+counts are summed, so that neither the number of processes nor that of parts changes what is learned.
 """
 
 import math
@@ -50,7 +50,7 @@ from .settings import Facts, TrainingSettings
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What is reported of one optimiser step, equal on all processes."""
+    """The figures of one optimiser step, equal on all processes."""
 
     loss: float  # weighted mean over the whole batch
     gradient_norm: float  # before clipping
@@ -66,20 +66,21 @@ class Place(NamedTuple):
 
 
 class Trainer:
-    """Trains a drafter step by step, and keeps how far training has come. It writes no file but the target's features.
+    """Trains a drafter step by step, and keeps track of its progress. It writes no files except the target's features.
 
     Args:
         drafter: The drafter, with fp32 weights; trained in place.
-        target: Its target. It is frozen in place.
+        target: Its target, which is frozen in place.
         examples: Sequences to train on, already checked by `usable`.
         settings: The recipe.
-        state: The result of `state()` in an earlier start of the same run, to go on from there.
-        announce: Called with a sentence about anything that will take long or much space, or is done differently.
+        state: The result of `state()` in an earlier start of the same run, which goes on from there.
+        announce: Called with a sentence about anything that will take long or much space, or is done
+            differently than the settings ask.
         trackers: Passed on to `Accelerator`: `log_with`, `project_dir`.
 
     Raises:
-        ValueError: for settings that do not fit the drafter, the data or accelerate's configuration, or a folder of features
-            that belongs to another run.
+        ValueError: for settings that do not fit the drafter, the data or accelerate's configuration, or a folder of
+            features that belongs to another run.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Trainer:
             rejected_share=settings.rejected_share,
         )
         if self.plan.pack_length != settings.pack_length:
-            announce(f"{type(target).__name__} cannot keep packed sequences apart: they are not packed.")
+            announce(f"{type(target).__name__} cannot keep packed documents apart: they are not packed.")
         self.num_steps = settings.steps or settings.epochs * self.batches_per_epoch
         self.step_number = 0
         self.next_place = Place(0, 0)
@@ -144,25 +145,26 @@ class Trainer:
         self._batches = self._endless_batches()
 
     def _check_settings(self) -> None:
-        """Raises ValueError for `freeze_init` without a frozen weight, or `rejected_share` without recorded rejections."""
+        """Raises ValueError for `freeze_init` without a frozen weight, or `rejected_share` without rejected drafts."""
         settings = self.settings
         is_trained = [parameter.requires_grad for parameter in self.drafter.parameters()]
         if settings.freeze_init and all(is_trained):
             raise ValueError(
-                "freeze_init, and all weights of the drafter would be trained: begin with `train_drafter`, or set "
-                "requires_grad of the weights to keep to False."
+                "freeze_init is set but no weight is frozen: begin with `train_drafter`, or set requires_grad of the "
+                "weights to keep to False."
             )
         if settings.rejected_share and not has_rejected(self.examples):
             raise ValueError(
-                f"rejected_share={settings.rejected_share}: the data records no rejected draft: give a trace of dflash "
-                "regenerate --trace, or leave it out."
+                f"rejected_share={settings.rejected_share} and the data records no rejected draft: give a trace of "
+                "dflash regenerate --trace, or leave rejected_share out."
             )
 
     def _place_models(self, state: Facts | None) -> None:
         settings = self.settings
         device = self.accelerator.device
         target: Any = self.target.requires_grad_(False).eval()
-        if settings.shard_target:  # before it is moved: as a whole it may be larger than a device
+        # The target is sharded before it is moved: the whole target may not fit into the memory of one device.
+        if settings.shard_target:
             shard_layers(decoder_layers(target))
         if not hasattr(target, "hf_device_map"):
             target.to(device)
@@ -170,19 +172,19 @@ class Trainer:
             self.drafter.load_state_dict(state["drafter"])
         sharding = asked_sharding(self.accelerator)
         if settings.freeze_init and sharding is not None:
-            raise ValueError("freeze_init, and accelerate's configuration asks for FSDP: leave FSDP out of it.")
+            raise ValueError("freeze_init is set and accelerate's configuration asks for FSDP: leave FSDP out of it.")
         if settings.lora_rank is not None and sharding is not None:
             raise ValueError(
-                f"lora_rank={settings.lora_rank}, and accelerate's configuration asks for FSDP: a low-rank update is small; "
-                "leave FSDP out of it."
+                f"lora_rank={settings.lora_rank} and accelerate's configuration asks for FSDP: a low-rank update is "
+                "small; leave FSDP out of it."
             )
         if settings.shard or sharding is not None:
             shard_drafter(self.drafter, **(sharding or {}))
-        # It is moved but not wrapped: a wrapped forward would stay in bf16 when the drafter decodes.
+        # The drafter is moved but not wrapped: a wrapped forward would stay in bf16 when the drafter decodes.
         self.drafter.to(device)
 
     def _groups(self) -> list[Facts]:
-        """Returns the parameter groups of all optimisers. Not stored, because loading a training state replaces them."""
+        """Returns the parameter groups of all optimisers. They are not stored: loading a state replaces them."""
         return list(chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers))
 
     @property
@@ -206,7 +208,7 @@ class Trainer:
         return feature_bytes(self._frozen, self.examples, wants_states)
 
     def _cached_features(self, announce: Announce) -> CachedFeatures | None:
-        """Returns a reader of the folder `settings.features`, which the first process fills; `None` without a folder."""
+        """Returns a reader of the folder `settings.features`, which the first process fills; `None` without one."""
         settings = self.settings
         if settings.features is None:
             return None
@@ -239,7 +241,7 @@ class Trainer:
         """Takes one optimiser step on the next batch. If any process passes `stop`, `is_stopping` is true on all.
 
         Raises:
-            FloatingPointError: if loss or gradient are not finite; the weights are those of the step before.
+            FloatingPointError: if loss or gradient are not finite; the weights of the step before are kept.
         """
         self.drafter.train()
         place, batch = next(self._batches)
@@ -298,7 +300,8 @@ class Trainer:
     def measure(self, held_out: Prompts) -> Facts:
         """Returns a point of the curve: training counts since the last point, and the acceptance on `held_out`.
 
-        The counts are then reset. Without a step since the last point there are none. All processes must call it.
+        The counts are then reset. If no step was taken since the last point, there are no counts. All processes must
+        call it.
         """
         accelerator = self.accelerator
         point: Facts = {"step": self.step_number}
@@ -312,13 +315,13 @@ class Trainer:
         return point
 
     def acceptance(self, prompts: Prompts) -> AcceptanceCounts:
-        """Decodes `prompts` greedily, shared among the processes, and returns the counts of all. All processes must call it.
+        """Decodes `prompts` greedily, shared among the processes, and returns the counts of all processes.
 
-        FloatingPointError if training has made the drafter's logits NaN or infinite.
+        All processes must call it. FloatingPointError if training has made the drafter's logits NaN or infinite.
         """
         drafter = self.whole_drafter().eval()
         index, count = self.accelerator.process_index, self.accelerator.num_processes
-        if is_sharded(self.target):  # it runs only where all processes run it, so each decodes all prompts
+        if is_sharded(self.target):  # it runs only where all processes run it, so each of them decodes all prompts
             index, count = 0, 1
         try:
             own_prompts = prompts[index::count]
@@ -337,15 +340,17 @@ class Trainer:
         return join_acceptances(self.accelerator, acceptance) if count > 1 else acceptance
 
     def whole_drafter(self) -> DFlashDraftModel:
-        """Returns the drafter unsharded and with low-rank updates merged, to decode or save. All processes must call it."""
+        """Returns the drafter unsharded and with low-rank updates merged, to decode or save.
+
+        All processes must call it.
+        """
         return whole_copy(self.drafter)
 
     def state(self) -> Facts:
         """Returns what a resumed run goes on from: weights, optimisers, step, place in the data and counts.
 
-        It is passed as `state` to a new [`Trainer`]. All processes must call it.
-
-        If the drafter is sharded, only the first process gets the tensors.
+        A new [`Trainer`] takes the result as `state`. All processes must call it. If the drafter is sharded, only the
+        first process gets the tensors.
         """
         return full_state(self.drafter, self.optimizers) | {
             "step": self.step_number,
@@ -361,10 +366,10 @@ class Trainer:
             self.counts = counts_of_share(self.accelerator, state["counts"])
 
     def _parts(self, batch: Batch) -> list[Batch]:
-        """This process's share of `batch`, cut into the parts whose gradients are accumulated."""
+        """Returns this process's share of `batch`, cut into the parts whose gradients are accumulated."""
         shares = range(self.accelerator.process_index, self.num_shares, self.accelerator.num_processes)
         parts = [batch.share(share, self.num_shares) for share in shares]
-        if is_sharded(self.drafter) or is_sharded(self.target):  # all processes must run equally often
+        if is_sharded(self.drafter) or is_sharded(self.target):  # all processes must run the same number of forwards
             return parts
         num_sequences = len(batch.input_ids)
         num_full = sum(share < num_sequences for share in shares)
@@ -377,7 +382,7 @@ class Trainer:
         return len(epoch_sequences(lengths, 0, self.plan))
 
     def _endless_batches(self) -> Iterator[tuple[Place, Batch]]:
-        """Yields every batch from `next_place` on with its place, epoch after epoch, without end."""
+        """Yields each batch from `next_place` on, with its place, epoch after epoch without end."""
         epoch, first = self.next_place
         while True:
             batches = epoch_batches(self.examples, epoch, self.plan, first)

@@ -122,7 +122,7 @@ def test_a_chat_template_that_writes_nothing_names_the_row(row: dict[str, str], 
     command = "train" if "completion" in row else "regenerate"
     done = run(command, "--target", target, "--data", data, "--output", target.parent / "new.jsonl")
     assert "Row 1 of" in refusal(done)
-    assert "The chat template writes nothing of this prompt" in done[2]
+    assert "The chat template renders this prompt as an empty text" in done[2]
 
 
 # Texts.

@@ -152,17 +152,17 @@ def test_a_text_that_is_interrupted_is_recorded_as_far_as_it_came(tmp_path: Path
         ),
         (
             '{{"prompt": "mine"}}\n',
-            "Line 1 of {path} is no complete row of a trace: name a new file, or one that --trace wrote.",
+            "Line 1 of {path} is not a complete row of a trace: name a new file, or one that --trace wrote.",
         ),
         (
             '{{"prompt": "mine"}}',
-            "Line 1 of {path} is no complete row of a trace: name a new file, or one that --trace wrote.",
+            "Line 1 of {path} is not a complete row of a trace: name a new file, or one that --trace wrote.",
         ),
         (
             '{{"target": "t", "rejected": []}}',
-            "Line 1 of {path} is no complete row of a trace: name a new file, or one that --trace wrote.",
+            "Line 1 of {path} is not a complete row of a trace: name a new file, or one that --trace wrote.",
         ),
-        ("no JSON", "Line 1 of {path} is no complete row of a trace: name a new file, or one that --trace wrote."),
+        ("no JSON", "Line 1 of {path} is not a complete row of a trace: name a new file, or one that --trace wrote."),
     ],
 )
 def test_a_file_that_is_no_trace_of_this_pair_is_refused_and_stays(

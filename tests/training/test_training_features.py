@@ -137,6 +137,6 @@ def test_someone_elses_weights_are_no_unfinished_features(frozen: FrozenTarget, 
     """Bug: every .safetensors of the folder was deleted."""
     data, theirs = examples(), tmp_path / "model.safetensors"
     theirs.write_bytes(b"weights")
-    with pytest.raises(ValueError, match=r"holds model\.safetensors, which no write of features left"):
+    with pytest.raises(ValueError, match=r"holds model\.safetensors, which is not a file of features"):
         write_features(tmp_path, frozen, data, facts_of(frozen, data, False), batch_tokens=256)
     assert theirs.read_bytes() == b"weights"
