@@ -130,21 +130,24 @@ def collate(
     sequences: Sequence[Sequence[int]] | None = None,
     width: int = 0,
 ) -> Batch:
-    """Returns examples and their anchors as a [`Batch`], padded to a multiple of `WIDTH_STEP` and at least to `width`.
+    """Returns examples and their anchors as a [`Batch`].
+
+    The batch is as wide as its longest sequence, rounded up to a multiple of `WIDTH_STEP`, or `width` columns if that
+    is more.
 
     Args:
         examples: The documents, by index.
         anchors: Anchors of each document, by the same index, counted from the document's first token.
         pad_token_id: Token id of the padding.
         sequences: For each sequence the indices of its documents. Default: one document per sequence.
-        width: Smallest number of columns. It is rounded up to a multiple of `WIDTH_STEP` too.
+        width: Smallest number of columns. It is not rounded up, so give a multiple of `WIDTH_STEP` to keep shapes few.
     """
     if sequences is None:
         sequences = [[number] for number in range(len(examples))]
     rows = [_packed(examples, anchors, sequence) for sequence in sequences]
     token_ids, loss_masks, documents, columns = zip(*rows, strict=True)
     longest = max(map(len, token_ids))
-    width = _padded(max(width, longest))
+    width = max(width, _padded(longest))
     most_anchors = max(map(len, columns))
     return Batch(
         input_ids=_filled(token_ids, width, pad_token_id),

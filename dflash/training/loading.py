@@ -386,7 +386,7 @@ def _changed_drafter(
     added = {name: shape.pop(name) for name in missing if name in shape}
     if shape:
         raise ValueError(
-            f"The weights of init={settings.init!r} fix {', '.join(shape)}: leave these settings out, or leave init "
+            f"The weights of init={settings.init!r} fix {_settings_in(shape)}: leave these settings out, or leave init "
             "out to begin with a new drafter."
         )
     weights = start.state_dict()
@@ -399,8 +399,8 @@ def _changed_drafter(
         )
     if added and settings.lora_rank is not None:
         raise ValueError(
-            f"lora_rank={settings.lora_rank} trains existing matrices only, and {', '.join(added)} would add untrained "
-            "ones: leave lora_rank out."
+            f"lora_rank={settings.lora_rank} trains existing matrices only, and {_settings_in(added)} would add "
+            "untrained ones: leave lora_rank out."
         )
     if "conv_kernel_size" in added and config.input_embedding_scale is None:
         if hasattr(target.get_input_embeddings(), "embed_scale"):
@@ -425,6 +425,12 @@ def _changed_drafter(
         for name, parameter in drafter.named_parameters():
             parameter.requires_grad_(name not in frozen)
     return drafter
+
+
+def _settings_in(shape: Facts) -> str:
+    """Returns the names of the settings that gave the config fields `shape`, as text."""
+    names = ["confidence" if name in CONFIDENCE else name for name in shape]
+    return ", ".join(dict.fromkeys(names))
 
 
 def hold_out(examples: Examples, count: int, seed: int) -> tuple[Examples, list[list[int]]]:

@@ -335,7 +335,7 @@ def test_divergence_is_one_sentence_and_the_best_weights_are_kept(
     status, _, err = run(tmp_path / "output", answers, "--learning-rate", 1e30)
     assert (status, re.search(r"is nan.*the checkpoint of step 0 is kept in", err) is not None) == (1, True), err
     status, _, err = run(tmp_path / "measured first", answers, "--learning-rate", 1e30, "--eval-every", 1)
-    said = r"After step 1 the drafter's logits are NaN or infinite: lower learning_rate=1e\+30; the checkpoint of step 0 stands"
+    said = r"After step 1 the drafter's logits are NaN or infinite: lower learning_rate=1e\+30; the checkpoint of step 0 is kept"
     assert (status, re.search(said, err) is not None) == (1, True), err
     before = weights(folder / "drafter")
     assert all(torch.equal(value, before[name]) for name, value in weights(tmp_path / "output").items())
@@ -414,14 +414,14 @@ def test_bad_input_is_one_sentence_before_anything_is_trained(
     refused("holds answers, which are read whole: leave --streaming out", answers, "--streaming", "--samples", 5)
     refused("has at least 6 tokens (a block) and two supervised", written("short.jsonl", response_ids=[5]))
     path.write_text("\n".join(answers.read_text().splitlines()[:9]))
-    for words in (
-        (),
-        ("--held-out", 24),
+    for held_out, words in (
+        (2, ()),
+        (24, ("--held-out", 24)),
     ):  # once `held_out=24: … give at most 0` came first, or that no acceptance is measured
         status, _, err = run(tmp_path / "output", path, *words)
         assert (status, err.splitlines()[-1]) == (
             1,
-            f"dflash: {path} has 9 usable sequences and held_out is 24, so none can be held out to measure acceptance: "
+            f"dflash: {path} has 9 usable sequences and held_out is {held_out}, so none can be held out to measure acceptance: "
             "give ten sequences or more, and a held_out above 0.",
         )
         assert "held out:" not in err
