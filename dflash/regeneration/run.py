@@ -105,7 +105,7 @@ class RegenerationRun(Run):
         """
         if self.trace is not None:
             rank = self.processes.rank
-            writer.trace = Trace(self.trace, writer.target, tokenizer, self.target, rank, begin=not resume)
+            writer.trace = Trace(self.trace, writer.target, tokenizer, self.target, rank, overwrite=not resume)
 
     def join_trace(self, writer: Any) -> None:
         """Joins the traces of all processes into one file. Only the first process calls it, when all have finished."""

@@ -167,18 +167,18 @@ def _domains(
     sources: Mapping[str, str], target: Source, settings: TrainingSettings, announce: Announce
 ) -> dict[str, Prepared]:
     """Loads models and sources; returns the examples and held-out prompts of each domain by name."""
-    ready, tables = load(
+    ready, source_examples = load(
         target,
         list(sources.values()),
         settings,
         announce,
     )
     domains = {}
-    for (name, source), table in zip(sources.items(), tables, strict=True):
+    for (name, source), examples in zip(sources.items(), source_examples, strict=True):
         domains[name] = prepare_domain(
             ready,
             source,
-            table,
+            examples,
             settings,
             announce,
         )

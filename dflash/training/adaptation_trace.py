@@ -35,11 +35,11 @@ class Trace:
         tokenizer: The target's tokenizer.
         name: The target's name. For a local path, only the last part is written.
         rank: Rank of this process. Every process but the first writes to a file of its own beside `path`, until `join`.
-        begin: Delete the rows that the file holds.
+        overwrite: Delete the rows that the file holds.
 
     Raises:
-        ValueError: for a path that does not end in `.jsonl`, as training needs it; or, without `begin`, for a file that
-            is not a trace of this target and tokenizer. The file is then not changed.
+        ValueError: for a path that does not end in `.jsonl`, as training needs it; or, without `overwrite`, for a file
+            that is not a trace of this target and tokenizer. The file is then not changed.
 
     Example:
         >>> trace = Trace(Path("trace.jsonl"), target, tokenizer, "Qwen/Qwen3-4B")
@@ -54,13 +54,13 @@ class Trace:
         tokenizer: Any,
         name: str | None = None,
         rank: int = 0,
-        begin: bool = False,
+        overwrite: bool = False,
     ) -> None:
         self.check_name(path)
         self._lines = JsonLines(path, rank)
         self._origin = {"target": public_name(name), **_fingerprints(target, tokenizer)}
         for part in self._lines.parts():
-            if not begin:
+            if not overwrite:
                 check_trace(
                     _rows_of(part),
                     name or "this target",
@@ -156,26 +156,26 @@ def _fingerprints(target: PreTrainedModel, tokenizer: Any) -> dict[str, str]:
 
 def check_trace(
     rows: Iterable[Mapping[str, Any]],
-    target: Source,
+    target_name: Source,
     tokenizer: Any,
-    model: PreTrainedModel,
+    target: PreTrainedModel,
     where: str = "",
     remedy: str = "record a trace of this target (dflash regenerate --trace)",
 ) -> None:
-    """Raises ValueError if a row was recorded with another tokenizer, or with another target than `model`.
+    """Raises ValueError if a row was recorded with another tokenizer or another target.
 
     Rows without `rejected` do not come from a trace and are not checked. The message begins with `where`, names the
-    model as `target`, and ends with `remedy`.
+    target `target_name`, and ends with `remedy`.
     """
-    expected = _fingerprints(model, tokenizer)
+    expected = _fingerprints(target, tokenizer)
     for number, row in enumerate(rows, start=1):
         if row.get("rejected") is None:
             continue
         recorder = row.get("target") or "another target"
         for name in ("tokenizer", "weights"):
-            recorded = row.get(name)
-            if recorded != expected[name]:
+            value = row.get(name)
+            if value != expected[name]:
                 raise ValueError(
-                    f"{where}Row {number} was recorded with the {name} {recorded} of {recorder} "
-                    f"but {target} has {expected[name]}: {remedy}."
+                    f"{where}Row {number} was recorded with the {name} {value} of {recorder} "
+                    f"but {target_name} has {expected[name]}: {remedy}."
                 )

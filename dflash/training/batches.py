@@ -57,12 +57,12 @@ def sample_anchors(
     candidates = set(valid_anchors(loss_mask))
     generator = random.Random(f"{seed}-{epoch}-{index}")
     count = min(num_anchors, len(candidates))
-    recorded = sorted(candidates.intersection(rejected))
+    rejected_candidates = sorted(candidates.intersection(rejected))
     wanted = round(rejected_share * count)
-    num_recorded = min(wanted, len(recorded))
-    anchors = generator.sample(recorded, num_recorded)
+    num_rejected = min(wanted, len(rejected_candidates))
+    anchors = generator.sample(rejected_candidates, num_rejected)
     remaining = sorted(candidates.difference(anchors))
-    num_others = count - num_recorded
+    num_others = count - num_rejected
     anchors += generator.sample(remaining, num_others)
     return sorted(anchors)
 
@@ -87,15 +87,15 @@ class Batch(NamedTuple):
         tensors = [tensor.to(device) for tensor in self]
         return Batch(*tensors)
 
-    def share(self, index: int, num_shares: int) -> "Batch":
-        """Returns the share at `index` of `num_shares`: every `num_shares`-th sequence, beginning with `index`.
+    def micro_batch(self, index: int, num_micro_batches: int) -> "Batch":
+        """Returns every `num_micro_batches`-th sequence of the batch, beginning with the one at `index`.
 
-        There is a share for each process and gradient accumulation step. If there are fewer sequences than shares, each
-        remaining share is a copy of the first sequence with all anchors removed. Its process runs a forward like the
-        others, and its loss is 0.
+        There is one such micro-batch for each process and gradient accumulation step. If there are fewer sequences than
+        micro-batches, each remaining micro-batch is a copy of the first sequence with all anchors removed. Its process
+        runs a forward like the others, and its loss is 0.
         """
         if index < len(self.input_ids):
-            own = [tensor[index::num_shares] for tensor in self]
+            own = [tensor[index::num_micro_batches] for tensor in self]
             return Batch(*own)
         first = Batch(*[tensor[:1] for tensor in self])
         no_anchors = torch.full_like(first.anchors, NO_ANCHOR)
@@ -143,7 +143,7 @@ def collate(
         width: Smallest number of columns. It is not rounded up, so give a multiple of `WIDTH_STEP` to keep shapes few.
     """
     if sequences is None:
-        sequences = [[number] for number in range(len(examples))]
+        sequences = [[index] for index in range(len(examples))]
     rows = [_packed(examples, anchors, sequence) for sequence in sequences]
     token_ids, loss_masks, documents, columns = zip(*rows, strict=True)
     longest = max(map(len, token_ids))
@@ -163,9 +163,9 @@ def _packed(examples: Any, anchors: Any, sequence: Sequence[int]) -> tuple[list[
     loss_mask: list[int] = []
     documents: list[int] = []
     columns: list[int] = []
-    for document, number in enumerate(sequence):
-        example, begin = examples[number], len(token_ids)
-        columns += [begin + anchor for anchor in anchors[number]]
+    for document, index in enumerate(sequence):
+        example, begin = examples[index], len(token_ids)
+        columns += [begin + anchor for anchor in anchors[index]]
         token_ids += example.token_array
         loss_mask += example.mask_array
         documents += [document] * len(example)
@@ -195,14 +195,14 @@ def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random,
     are sorted by length and cut, so that there is little padding and batches still differ between epochs.
     """
     batches: list[list[int]] = []
-    for numbers in _pools(len(lengths), rng, pool):
+    for indices in _pools(len(lengths), rng, pool):
         batch: list[int] = []
-        for number in sorted(numbers, key=lengths.__getitem__):
-            num_tokens = (len(batch) + 1) * lengths[number]
+        for index in sorted(indices, key=lengths.__getitem__):
+            num_tokens = (len(batch) + 1) * lengths[index]
             if batch and num_tokens > batch_tokens:
                 batches.append(batch)
                 batch = []
-            batch.append(number)
+            batch.append(index)
         batches.append(batch)
     rng.shuffle(batches)
     return batches
@@ -215,11 +215,11 @@ def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: 
     `width` is a sequence by itself.
     """
     sequences: list[list[int]] = []
-    for numbers in _pools(len(lengths), rng, pool):
+    for indices in _pools(len(lengths), rng, pool):
         room: list[int] = []
         first = len(sequences)  # index of the pool's first sequence
-        for number in sorted(numbers, key=lambda number: -lengths[number]):
-            length = lengths[number]
+        for index in sorted(indices, key=lambda index: -lengths[index]):
+            length = lengths[index]
             has_room = [columns >= length for columns in room]
             if not any(has_room):
                 room.append(width)
@@ -227,7 +227,7 @@ def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: 
                 has_room.append(True)
             place = has_room.index(True)
             room[place] -= length
-            sequences[first + place].append(number)
+            sequences[first + place].append(index)
     rng.shuffle(sequences)
     return sequences
 
@@ -239,15 +239,15 @@ def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list
     batches = []
     if width is None:
         padded = list(map(_padded, lengths))
-        for numbers in batch_indices(padded, plan.batch_tokens, rng):
-            alone = [[number] for number in numbers]
+        for indices in batch_indices(padded, plan.batch_tokens, rng):
+            alone = [[index] for index in indices]
             batches.append(alone)
         return batches
     columns = _padded(width)
     count = max(1, plan.batch_tokens // columns)
     batch: list[list[int]] = []
     for sequence in pack_examples(lengths, width, rng):
-        num_tokens = sum(lengths[number] for number in sequence)
+        num_tokens = sum(lengths[index] for index in sequence)
         if num_tokens > columns:  # one long document: the other sequences of the batch would be padded to its length
             batches.append([sequence])
             continue
@@ -269,17 +269,17 @@ def epoch_batches(examples: Examples, epoch: int, plan: BatchPlan, first: int = 
     width = _padded(plan.pack_length or 0)
     batches = epoch_sequences(lengths_of(examples), epoch, plan)
     for sequences in batches[first:]:
-        documents = {number: examples[number] for number in chain.from_iterable(sequences)}
+        documents = {index: examples[index] for index in chain.from_iterable(sequences)}
         anchors = {
-            number: sample_anchors(
+            index: sample_anchors(
                 document.mask_array,
                 plan.num_anchors,
                 seed=plan.seed,
                 epoch=epoch,
-                index=number,
+                index=index,
                 rejected=document.rejected,
                 rejected_share=plan.rejected_share,
             )
-            for number, document in documents.items()
+            for index, document in documents.items()
         }
         yield collate(documents, anchors, plan.pad_token_id, sequences, width)

@@ -28,7 +28,7 @@ from .card import model_card
 from .examples import Example, Prompts, described
 from .settings import Facts
 from .trainer import Trainer
-from .training_state import public_settings, remove_state, save_state, saving, state_folder
+from .training_state import public_settings, remove_state, save_errors, save_state, state_folder
 
 
 @dataclass
@@ -126,10 +126,10 @@ class Checkpointer:
 
     def save_checkpoint(self) -> None:
         """Replaces the checkpoint in `output` with the current drafter. After an OSError the older one is kept."""
-        whole = self.trainer.whole_drafter()
+        drafter = self.trainer.decodable_drafter()
         if self.trainer.is_first:
-            with saving("checkpoint", self.output):
-                save_drafter(whole, self.output, self._facts())
+            with save_errors("checkpoint", self.output):
+                save_drafter(drafter, self.output, self._facts())
 
     def save_state(self, is_beginning: bool = False) -> None:
         """Writes the training state beside `output`. After an OSError the older state is kept.
@@ -160,7 +160,7 @@ class Checkpointer:
         # A kill must not leave half-written files in the checkpoint.
         aside = output.with_name(f".{output.name}.partial-{os.getpid()}")
         config = self.trainer.drafter.config
-        with saving("checkpoint", output):
+        with save_errors("checkpoint", output):
             texts = _texts(config, output.name, self._facts())
             for name, text in texts.items():
                 aside.write_text(text, encoding="utf-8")

@@ -189,7 +189,7 @@ class Wanted:
     shortest: int = 1
     longest: int | None = None
 
-    def takes(self, example: Example) -> bool:
+    def is_usable(self, example: Example) -> bool:
         """Whether the example is usable: its length is in the range, and a block may begin in it."""
         length = len(example)
         if self.longest is not None and length > self.longest:
@@ -259,7 +259,7 @@ def encoded(
         yield example
         if wanted is None:
             continue
-        num_usable += wanted.takes(example)
+        num_usable += wanted.is_usable(example)
         if num_usable == wanted.samples:
             return
         if number == SEARCHED_ROWS and not num_usable:
@@ -337,10 +337,10 @@ def mixed(
             raise ValueError(f"Part {number} of the data has no sequence left ({reasons}): {remedy}.")
         left_out += left_out_of_part
         places.append(kept)
-    shares = [weight for weight in weights if weight is not None]
-    if shares:
+    given_weights = [weight for weight in weights if weight is not None]
+    if given_weights:
         total = sum(map(len, places))
-        places = _drawn(places, shares, settings.seed)
+        places = _drawn(places, given_weights, settings.seed)
         left_out["for the weights of the mix"] = total - sum(map(len, places))
     kept_parts = list(map(selected, parts, places))
     return joined(kept_parts), +left_out
@@ -354,14 +354,14 @@ def in_words(left_out: Counter[str]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
 
 
-def _drawn(places: list[list[int]], shares: list[float], seed: int) -> list[list[int]]:
-    """Draws indices from each part in the ratio of `shares`, so that one part is drawn whole."""
-    unit = min(map(truediv, map(len, places), shares))
+def _drawn(places: list[list[int]], weights: list[float], seed: int) -> list[list[int]]:
+    """Draws indices from each part in the ratio of `weights`, so that one part is drawn whole."""
+    unit = min(map(truediv, map(len, places), weights))
     drawn = []
-    for number, share in enumerate(shares):
-        generator = random.Random(f"mix-{seed}-{number}")
-        count = max(1, round(unit * share))
-        drawn.append(sorted(generator.sample(places[number], count)))
+    for index, weight in enumerate(weights):
+        generator = random.Random(f"mix-{seed}-{index}")
+        count = max(1, round(unit * weight))
+        drawn.append(sorted(generator.sample(places[index], count)))
     return drawn
 
 
@@ -369,8 +369,8 @@ def _reason(part: Examples, place: int, length: int, settings: TrainingSettings,
     """Returns why the example at `place` is left out, or `None`. The hash of a kept example is added to `digests`."""
     if length < (settings.min_length or 0):
         return f"shorter than {settings.min_length} tokens"
-    if settings.longest is not None and length > settings.longest:
-        return f"longer than {settings.longest} tokens"
+    if settings.drop_above is not None and length > settings.drop_above:
+        return f"longer than {settings.drop_above} tokens"
     if not settings.deduplicate:
         return None
     tokens = part[place].token_array.tobytes()

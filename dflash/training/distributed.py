@@ -85,14 +85,14 @@ def full_state(drafter: nn.Module, optimizers: Sequence[Optimizer]) -> Facts:
     }
 
 
-def load_full_state(drafter: nn.Module, optimizers: Sequence[Optimizer], state: Facts) -> None:
+def load_optimizer_states(drafter: nn.Module, optimizers: Sequence[Optimizer], state: Facts) -> None:
     """Loads the optimiser states of a `full_state`. Load its weights earlier, before the drafter is sharded."""
     options = StateDictOptions(full_state_dict=True)
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         set_optimizer_state_dict(drafter, optimizer, saved, options=options)
 
 
-def whole_copy(drafter: DFlashDraftModel) -> DFlashDraftModel:
+def decodable(drafter: DFlashDraftModel) -> DFlashDraftModel:
     """Returns the drafter unsharded and with low-rank updates merged, to decode or save. All processes must call it.
 
     The result is a copy if the drafter is sharded or has such updates, else `drafter` itself.
@@ -146,8 +146,8 @@ def counts_of_each(accelerator: Accelerator, counts: DraftCounts) -> dict[str, T
     return vars(gathered.each(Tensor.cpu))
 
 
-def counts_of_share(accelerator: Accelerator, saved: dict[str, Tensor]) -> DraftCounts:
-    """Returns this process's share of counts from `counts_of_each`. All shares add up to the total."""
+def counts_of_process(accelerator: Accelerator, saved: dict[str, Tensor]) -> DraftCounts:
+    """Returns this process's part of counts from `counts_of_each`. The parts of all processes add up to the total."""
     index = accelerator.process_index
     num_processes = accelerator.num_processes
 

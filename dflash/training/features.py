@@ -28,7 +28,7 @@ from .batches import PADDING_DOCUMENT, Batch, batch_indices, collate
 from .examples import Example, Examples, described, lengths_of
 from .frozen_target import FrozenTarget, TargetStates
 from .settings import Facts
-from .training_state import saving
+from .training_state import save_errors
 
 
 MANIFEST = "manifest.json"
@@ -146,8 +146,8 @@ def write_features(
         dynamic_ncols=True,
     )
     with bar:
-        for numbers in batch_indices(lengths_of(examples), batch_tokens, random.Random(0)):
-            documents = [examples[number] for number in numbers]
+        for indices in batch_indices(lengths_of(examples), batch_tokens, random.Random(0)):
+            documents = [examples[index] for index in indices]
             batch = collate(documents, [[]] * len(documents), pad_token_id=0)
             with autocast:
                 states = target(batch, facts["has_last_states"])
@@ -159,7 +159,7 @@ def write_features(
             bar.update(len(documents))
         writer.close_shard()
     manifest = facts | {"bytes": size, "shards": writer.shards, "documents": writer.documents}
-    with saving("features", folder, "they are incomplete"):
+    with save_errors("features", folder, "they are incomplete"):
         write_text(folder / MANIFEST, json.dumps(manifest) + "\n")
 
 
@@ -201,7 +201,7 @@ class _ShardWriter:
             return
         name = f"features-{len(self.shards):05d}.safetensors"
         tensors = {name: torch.cat(parts) for name, parts in self._waiting.items()}
-        with saving("features", self._folder, "they are incomplete"):
+        with save_errors("features", self._folder, "they are incomplete"):
             save_file(tensors, str(self._folder / name))
         self.shards.append(name)
         self._waiting.clear()

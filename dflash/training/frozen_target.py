@@ -61,7 +61,7 @@ class FrozenTarget:
         self.layout = Layout.of(target, drafter.config.target_layer_ids)
         self.config = text_config(target)
         self._layers = decoder_layers(target)
-        taps = [self._layers[number] for number in drafter.config.target_layer_ids]
+        taps = [self._layers[index] for index in drafter.config.target_layer_ids]
         owners = (module for module in target.modules() if getattr(module, "layers", None) is self._layers)
         self._read = [*taps, next(owners)]  # the modules whose outputs are the states
         self._is_head_known = False

@@ -89,7 +89,7 @@ def new_drafter(
         block_size: Tokens in a block, anchor included.
         num_taps: Number of target layers that the drafter reads, chosen by `spread_taps`.
         sliding_window: Attention window of every layer, in positions. Default: no window.
-        from_target: Copy weights of the target's layers, as `begin_at_target` does. Default: random weights.
+        from_target: Copy weights of the target's layers, as `copy_target_weights` does. Default: random weights.
         fields: Other fields of `DFlashConfig`: the `target_layer_ids` themselves, `is_causal`, or fields that differ
             from the target's, such as `intermediate_size`.
 
@@ -111,13 +111,13 @@ def new_drafter(
     }
     shape |= window_fields(num_hidden_layers, sliding_window) | fields
     drafter = DFlashDraftModel(DFlashConfig(**shape))
-    begin_head(drafter, target)
+    initialize_head(drafter, target)
     if from_target:
-        begin_at_target(drafter, target)
+        copy_target_weights(drafter, target)
     return drafter
 
 
-def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
+def copy_target_weights(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     """Copies weights of the target's layers into the drafter, in place, wherever name and shape agree.
 
     The copied layers are spread evenly from the first to the last, as in DistilBERT (arXiv 1910.01108): the input of a
@@ -137,8 +137,8 @@ def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     num_strides = max(1, len(drafter.layers) - 1)
     with torch.no_grad():
         for place, layer in enumerate(drafter.layers):
-            number = round(place * last / num_strides)
-            source = layers[number]
+            index = round(place * last / num_strides)
+            source = layers[index]
             for name, weight in layer.named_parameters():
                 is_copied = _copy(source, name, weight)
                 if not is_copied and name.endswith(NORMS_OF_SCORES):
@@ -160,21 +160,21 @@ def _copy(source: nn.Module, name: str, weight: Tensor) -> bool:
     return True
 
 
-def begin_head(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
+def initialize_head(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     """Initialises the drafter's Domino or DSpark head in place. A head of another kind keeps its random weights."""
     for name in drafter.head_names():
-        if name in BEGINNINGS:
-            BEGINNINGS[name](drafter, target)
+        if name in INITIALIZERS:
+            INITIALIZERS[name](drafter, target)
 
 
 @torch.no_grad()
-def begin_dspark(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
+def initialize_dspark(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     """Initialises DSpark's head in place so that it has no effect: the bias of each pair of tokens is 0."""
     drafter.get_parameter("markov_head.markov_w2.weight").zero_()
 
 
 @torch.no_grad()
-def begin_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
+def initialize_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     """Initialises Domino's head in place so that it has no effect, with a token table from the target's head.
 
     The rows of the table are the rows of the target's head, projected onto its strongest directions. Random rows would
@@ -199,9 +199,9 @@ def begin_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
 
 
 # The function that initialises a head, by the name of the head's module.
-BEGINNINGS: dict[str, Callable[[DFlashDraftModel, PreTrainedModel], None]] = {
-    "embed_proj": begin_domino,
-    "markov_head": begin_dspark,
+INITIALIZERS: dict[str, Callable[[DFlashDraftModel, PreTrainedModel], None]] = {
+    "embed_proj": initialize_domino,
+    "markov_head": initialize_dspark,
 }
 
 

@@ -37,7 +37,7 @@ class BlockLayout:
     # [B, R], the token at the query's own position, or the next one if `sample_from_anchor`; undefined where none is
     # learned.
     labels: Tensor
-    is_learned: Tensor  # bool [B, R], whether the query's proposal is trained: up to the end of the anchor's response
+    is_trained: Tensor  # bool [B, R], whether the query's proposal is trained: up to the end of the anchor's response
     # [B, R], columns of the tokens before the labels; the target's logits there predict the labels
     previous: Tensor
     position_ids: Tensor  # [B, S + R], of the context, then of the queries
@@ -103,9 +103,9 @@ def lay_out_blocks(
     is_same_document = at(document_ids) == anchor_documents[:, :, None]
     is_response = at(loss_mask) & is_same_document
     is_response &= in_sequence & exists[:, :, None]
-    is_learned = is_response.long().cumprod(dim=2).bool()
+    is_trained = is_response.long().cumprod(dim=2).bool()
     if not ahead:
-        is_learned[:, :, 0] = False  # the anchor is known
+        is_trained[:, :, 0] = False  # the anchor is known
 
     token_ids = torch.full_like(columns, config.mask_token_id)
     token_ids[:, :, 0] = input_ids.gather(1, first)
@@ -120,7 +120,7 @@ def lay_out_blocks(
     return BlockLayout(
         token_ids.flatten(1),
         at(input_ids).flatten(1),
-        is_learned.flatten(1),
+        is_trained.flatten(1),
         (columns - 1).clamp(min=0).flatten(1),
         position_ids,
         masks,

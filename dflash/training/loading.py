@@ -29,7 +29,7 @@ from .data_checks import check_mask_token, check_tokenizer, usable
 from .device import computes_in_bf16
 from .encoding_cache import cached_examples
 from .examples import Example, Examples, Prompts, has_rejected, selected
-from .initialization import BLOCK_SIZE, begin_head, find_mask_token, new_drafter, window_fields
+from .initialization import BLOCK_SIZE, find_mask_token, initialize_head, new_drafter, window_fields
 from .settings import Facts, TrainingSettings
 from .sources import Source, read_rows
 
@@ -84,9 +84,9 @@ def prepare(
     parts = parts_of(data)
     sources = [source for source, _ in parts]
     weights = [weight for _, weight in parts]
-    ready, tables = load(target, sources, settings, announce)
-    evaluation = None if settings.eval_data is None else tables.pop()
-    ready.examples = _mixed(tables, weights, settings, announce)
+    ready, source_examples = load(target, sources, settings, announce)
+    evaluation = None if settings.eval_data is None else source_examples.pop()
+    ready.examples = _mixed(source_examples, weights, settings, announce)
     if evaluation is None:
         take_prompts(ready, settings, announce)
         return ready
@@ -97,14 +97,14 @@ def prepare(
 
 
 def prepare_domain(
-    ready: Prepared, source: str, table: Examples, settings: TrainingSettings, announce: Announce
+    ready: Prepared, source: str, source_examples: Examples, settings: TrainingSettings, announce: Announce
 ) -> Prepared:
-    """Returns the models of `ready` with the examples of `table`, some held out. `source` names them in errors.
+    """Returns the models of `ready` with `source_examples`, some of them held out. `source` names them in errors.
 
     Raises:
         ValueError: if no example can be held out.
     """
-    examples = _mixed([table], [None], settings, announce)
+    examples = _mixed([source_examples], [None], settings, announce)
     if not min(settings.held_out, len(examples) // 10):
         raise ValueError(
             f"{source} has {len(examples)} usable sequences and held_out is {settings.held_out}, so none can be held "
@@ -126,14 +126,14 @@ def load(
     with _named_target(target):
         tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=settings.trust_remote_code)
         config = AutoConfig.from_pretrained(target, trust_remote_code=settings.trust_remote_code)
-    start = _starting_drafter(settings)
-    init_weights = None if start is None else model_fingerprint(start)
+    initial_drafter = _initial_drafter(settings)
+    init_weights = None if initial_drafter is None else model_fingerprint(initial_drafter)
     positions = max_positions(cast("Any", SimpleNamespace(config=config)))
-    wanted = _wanted(settings, start)
+    wanted = _wanted(settings, initial_drafter)
     bounds = [(source, wanted) for source in sources]
     if settings.eval_data is not None:  # read whole, unless it is streamed
         bounds.append((settings.eval_data, wanted if settings.streaming else None))
-    tables = [
+    source_examples = [
         _read(
             source,
             tokenizer,
@@ -149,7 +149,7 @@ def load(
     check_tokenizer(tokenizer, vocab_size)
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)
-        drafter = make_drafter(model, tokenizer, settings, start)
+        drafter = make_drafter(model, tokenizer, settings, initial_drafter)
     check_pair(model, drafter)
     ends = {tokenizer.eos_token_id} - {None}
     check_mask_token(
@@ -159,18 +159,18 @@ def load(
         ends,
     )
     ready = Prepared(model, tokenizer, drafter, [], [], init_weights)
-    usable_tables = [
+    usable_examples = [
         _usable(
             source,
-            table,
+            examples,
             target,
             ready,
             settings,
             announce,
         )
-        for (source, _), table in zip(bounds, tables, strict=True)
+        for (source, _), examples in zip(bounds, source_examples, strict=True)
     ]
-    return ready, usable_tables
+    return ready, usable_examples
 
 
 def _read(
@@ -183,8 +183,8 @@ def _read(
 ) -> Examples:
     """Returns the encoded examples of a source, cut to the length that settings and target allow."""
     longest = settings.max_length
-    if settings.longest is not None:
-        longest = settings.longest + 1  # so that a sequence above the limit is recognised
+    if settings.drop_above is not None:
+        longest = settings.drop_above + 1  # so that a sequence above the limit is recognised
     limits = [limit for limit in (longest, positions) if limit is not None]
     examples = cached_examples(
         source,
@@ -197,7 +197,7 @@ def _read(
         enable_thinking=settings.thinking,
     )
     if wanted is not None:
-        count = sum(map(wanted.takes, examples))
+        count = sum(map(wanted.is_usable, examples))
         if count < wanted.samples:
             announce(f"{source} has only {count:,} usable rows; samples asks for {wanted.samples:,}.")
     return examples
@@ -223,15 +223,15 @@ def _usable(
 
 
 def _mixed(
-    tables: Sequence[Examples], weights: Sequence[float | None], settings: TrainingSettings, announce: Announce
+    parts: Sequence[Examples], weights: Sequence[float | None], settings: TrainingSettings, announce: Announce
 ) -> Examples:
-    examples, left_out = mixed(tables, weights, settings)
+    examples, left_out = mixed(parts, weights, settings)
     if left_out:
         announce(f"Left out: {in_words(left_out)}.")
     return examples
 
 
-def _starting_drafter(settings: TrainingSettings) -> DFlashDraftModel | None:
+def _initial_drafter(settings: TrainingSettings) -> DFlashDraftModel | None:
     """Loads the initial drafter (`init`) in fp32. Returns `None` without `init`; ValueError if a setting needs it."""
     if settings.init is not None:
         with without_load_report():
@@ -244,17 +244,17 @@ def _starting_drafter(settings: TrainingSettings) -> DFlashDraftModel | None:
     return None
 
 
-def _wanted(settings: TrainingSettings, start: DFlashDraftModel | None) -> Wanted | None:
+def _wanted(settings: TrainingSettings, initial_drafter: DFlashDraftModel | None) -> Wanted | None:
     """Returns how many usable examples to take from each source, and how long they may be; `None` to take all.
 
-    The shortest usable length is that of a block, which the settings or else the initial drafter `start` decide.
+    The shortest usable length is that of a block, which the settings or else `initial_drafter` decide.
     """
     if settings.samples is None:
         return None
-    block_size = BLOCK_SIZE if start is None else start.config.block_size
+    block_size = BLOCK_SIZE if initial_drafter is None else initial_drafter.config.block_size
     block_size = settings.block_size or block_size
     shortest = max(block_size, settings.min_length or 0)
-    return Wanted(settings.samples, shortest, settings.longest)
+    return Wanted(settings.samples, shortest, settings.drop_above)
 
 
 def _load_target(target: Source, settings: TrainingSettings) -> PreTrainedModel:
@@ -335,12 +335,15 @@ def answers_of(data: Source, target: PreTrainedModel, announce: Announce = say_n
 
 
 def make_drafter(
-    target: PreTrainedModel, tokenizer: Any, settings: TrainingSettings, start: DFlashDraftModel | None = None
+    target: PreTrainedModel,
+    tokenizer: Any,
+    settings: TrainingSettings,
+    initial_drafter: DFlashDraftModel | None = None,
 ) -> DFlashDraftModel:
-    """Returns the drafter to train: a new one in fp32, shaped by the settings, or `start`, the drafter of `init`.
+    """Returns the drafter to train: a new one in fp32, shaped by the settings, or the `initial_drafter` of `init`.
 
-    The settings can change config fields of `start`, and add parts to it; with `freeze_init` its weights are frozen
-    here. ValueError for settings that do not fit the target or `start`.
+    The settings can change config fields of `initial_drafter`, and add parts to it; with `freeze_init` its weights are
+    frozen here. ValueError for settings that do not fit the target or `initial_drafter`.
     """
     shape = settings.chosen(SHAPE)
     changes = settings.chosen(CHANGEABLE)
@@ -348,8 +351,8 @@ def make_drafter(
         shape.setdefault("pure_draft_prefix_len", 1)
     if settings.confidence:  # the confidence head reads the previous token too, as published ones do
         shape |= dict.fromkeys(CONFIDENCE, True)
-    if start is not None:
-        return _changed_drafter(target, settings, start, shape, changes)
+    if initial_drafter is not None:
+        return _changed_drafter(target, settings, initial_drafter, shape, changes)
     config = text_config(target)
     last = config.num_hidden_layers - 1
     if settings.num_taps is not None and settings.num_taps > last:
@@ -371,17 +374,17 @@ def make_drafter(
 def _changed_drafter(
     target: PreTrainedModel,
     settings: TrainingSettings,
-    start: DFlashDraftModel,
+    initial_drafter: DFlashDraftModel,
     shape: Facts,
     changes: Facts,
 ) -> DFlashDraftModel:
-    """Returns `start` with the config fields `changes`, and with the parts added that the fields `shape` describe.
+    """Returns `initial_drafter` with the config fields `changes`, and with the parts that the fields `shape` describe.
 
-    With `freeze_init`, only the added parts remain trainable or, if none is added, the parts that `start` has.
-    ValueError
-    if `shape` describes a part that `start` has already, or a size that the weights of `start` determine.
+    With `freeze_init`, only the added parts remain trainable or, if none is added, the parts that `initial_drafter`
+    has. ValueError if `shape` describes a part that `initial_drafter` has already, or a size that the weights of
+    `initial_drafter` determine.
     """
-    config = copy.deepcopy(start.config)
+    config = copy.deepcopy(initial_drafter.config)
     missing = [name for name in (*PART_SETTINGS, *CONFIDENCE) if not getattr(config, name)]
     added = {name: shape.pop(name) for name in missing if name in shape}
     if shape:
@@ -389,8 +392,8 @@ def _changed_drafter(
             f"The weights of init={settings.init!r} fix {_settings_in(shape)}: leave these settings out, or leave init "
             "out to begin with a new drafter."
         )
-    weights = start.state_dict()
-    modules = start.head_names()
+    weights = initial_drafter.state_dict()
+    modules = initial_drafter.head_names()
     parts = {name for name in weights if "_conv." in name or name.split(".")[0] in modules}
     if settings.freeze_init and not added and not parts:
         raise ValueError(
@@ -411,14 +414,14 @@ def _changed_drafter(
         changes["input_embedding_scale"] = 1.0
     if settings.sliding_window is not None:
         changes |= window_fields(config.num_hidden_layers, settings.sliding_window)
-    drafter = start
+    drafter = initial_drafter
     if changes or added:
         for name, value in (changes | added).items():
             setattr(config, name, value)
         config.complete()
         config.dflash_config = {}  # the older copy of the same fields
         drafter = DFlashDraftModel(config)
-        begin_head(drafter, target)
+        initialize_head(drafter, target)
         drafter.load_state_dict(drafter.state_dict() | weights)
     if settings.freeze_init:
         frozen = weights.keys() if added else weights.keys() - parts

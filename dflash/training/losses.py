@@ -53,9 +53,9 @@ def decay_weights(gamma: float) -> PositionWeights:
     An early token weighs more, because a wrong token wastes all later ones. Positions that are not trained weigh 0.
     """
 
-    def weights(confidences: Tensor, is_learned: Tensor) -> Tensor:
-        places = torch.arange(is_learned.shape[1], device=is_learned.device)
-        return torch.exp(-places / gamma) * is_learned
+    def weights(label_probs: Tensor, is_trained: Tensor) -> Tensor:
+        places = torch.arange(is_trained.shape[1], device=is_trained.device)
+        return torch.exp(-places / gamma) * is_trained
 
     return weights
 
@@ -69,10 +69,10 @@ def dpace_weights(alpha: float) -> PositionWeights:
     token k is the sum of these products over m >= k. No gradient flows through the weights.
     """
 
-    def weights(confidences: Tensor, is_learned: Tensor) -> Tensor:
+    def weights(label_probs: Tensor, is_trained: Tensor) -> Tensor:
         # A position that is not trained ends its block: no token from there on can be accepted.
-        chances = (1.0 - alpha) * confidences.detach() + alpha
-        accepted = (chances * is_learned).cumprod(dim=1)
+        chances = (1.0 - alpha) * label_probs.detach() + alpha
+        accepted = (chances * is_trained).cumprod(dim=1)
         return accepted.flip(1).cumsum(dim=1).flip(1)
 
     return weights
@@ -346,7 +346,7 @@ SUMMARY = ("loss", "accuracy", "accepted_per_block", "accepted", "blocks")  # wh
 
 def count_drafts(
     is_correct: Tensor,  # bool [..., P]
-    is_learned: Tensor,  # bool [..., P]
+    is_trained: Tensor,  # bool [..., P]
     loss_sum: Tensor,
     weight_sum: Tensor,
 ) -> DraftCounts:
@@ -355,13 +355,13 @@ def count_drafts(
     Accepted tokens are counted block by block. A product of mean accuracies would be far too low, because the proposals
     of a block depend on each other.
     """
-    learned = is_learned.flatten(0, -2)
-    right = is_correct.flatten(0, -2) & learned
+    trained = is_trained.flatten(0, -2)
+    right = is_correct.flatten(0, -2) & trained
     return DraftCounts(
         loss_sum=loss_sum.detach(),
         weight_sum=weight_sum.detach(),
         correct=right.sum(dim=0),
-        rows=learned.sum(dim=0),
+        rows=trained.sum(dim=0),
         accepted=right.long().cumprod(dim=1).sum(),
-        blocks=learned.any(dim=1).sum(),
+        blocks=trained.any(dim=1).sum(),
     )

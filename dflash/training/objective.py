@@ -53,7 +53,7 @@ class DrafterLoss:
     """Computes the drafter's loss on a batch, with the target's embedding and head.
 
     Args:
-        pair: The frozen target and its drafter.
+        frozen_target: The frozen target and its drafter.
         settings: The recipe. Only the settings of the loss and `chunk_rows` are read. Default: the recipe `short`.
         network: Function that runs the drafter's forward, such as the compiled drafter. Default: the drafter.
         states_of: Function that returns the target's states of a batch, such as a reader of those on disk. Default: the
@@ -65,17 +65,17 @@ class DrafterLoss:
 
     def __init__(
         self,
-        pair: FrozenTarget,
+        frozen_target: FrozenTarget,
         settings: TrainingSettings | None = None,
         network: Callable[..., Any] | None = None,
         states_of: Callable[[Batch, bool], TargetStates] | None = None,
     ) -> None:
-        self.pair = pair
-        self.drafter: Any = pair.drafter
+        self.frozen_target = frozen_target
+        self.drafter: Any = frozen_target.drafter
         self.config = self.drafter.config
         self.settings = settings = settings or TrainingSettings()
         self.network = self.drafter if network is None else network
-        self.states_of = pair if states_of is None else states_of
+        self.states_of = frozen_target if states_of is None else states_of
         make_weights = POSITION_WEIGHTS[settings.position_weights]
         self.weights = make_weights(settings, self.config.block_size)
         if self.drafter.lm_head is not None:
@@ -92,30 +92,30 @@ class DrafterLoss:
         hidden_states = self._forward(layout, states.features, attention)  # [B * R, D]
 
         first = self.config.block_size - self.config.num_proposals  # 1, unless the anchor's position proposes too
-        is_learned = layout.is_learned.view(-1, self.config.block_size)
-        learned = _Learned(is_learned, first)
+        is_trained = layout.is_trained.view(-1, self.config.block_size)
+        trained = _TrainedPositions(is_trained, first)
         sequences = torch.arange(len(batch.input_ids), device=layout.previous.device)
         length = batch.input_ids.shape[1]
         places_before = layout.previous + sequences[:, None] * length  # in the flattened batch
-        labels = learned.gather(layout.labels)
+        labels = trained.gather(layout.labels)
 
         def weigh(log_probs: Tensor) -> Tensor:  # [M] -> [M]
-            confidences = learned.scatter(log_probs.exp())
-            weights = self.weights(confidences, learned.proposals)
+            label_probs = trained.scatter(log_probs.exp())
+            weights = self.weights(label_probs, trained.proposals)
             weights = functional.pad(weights, (first, 0))
-            return learned.gather(weights) * learned.is_real
+            return trained.gather(weights) * trained.is_real
 
         teacher = None
         if states.last_hidden_state is not None:
             teacher_states = states.last_hidden_state.flatten(0, 1)
-            teacher = Teacher(teacher_states[learned.gather(places_before)], self.pair.logits)
-        causal_head = self.drafter.causal_head(self.pair.embed)
-        learned_states = hidden_states.index_select(0, learned.index)
+            teacher = Teacher(teacher_states[trained.gather(places_before)], self.frozen_target.logits)
+        causal_head = self.drafter.causal_head(self.frozen_target.embed)
+        trained_states = hidden_states.index_select(0, trained.index)
         losses = chunked_loss(
-            learned_states,
+            trained_states,
             labels,
             weigh,
-            lambda states: self.drafter.compute_logits(states, self.pair.head),
+            lambda states: self.drafter.compute_logits(states, self.frozen_target.head),
             self.settings.chunk_rows,
             loss=self.settings.loss,
             teacher=teacher,
@@ -124,12 +124,12 @@ class DrafterLoss:
         loss_sum = losses.loss_sum
         if losses.candidates is not None:
             tokens = batch.input_ids.flatten()[places_before]  # [G * N], the token before each position
-            of_head = self._head_loss(causal_head, learned, learned_states, tokens, labels, losses)
+            of_head = self._head_loss(causal_head, trained, trained_states, tokens, labels, losses)
             loss_sum = loss_sum + self.settings.selector_weight * of_head
-        is_correct = learned.scatter(losses.is_correct)
+        is_correct = trained.scatter(losses.is_correct)
         return loss_sum, count_drafts(
             is_correct,
-            learned.proposals,
+            trained.proposals,
             loss_sum,
             losses.weight_sum,
         )
@@ -137,8 +137,8 @@ class DrafterLoss:
     def _head_loss(
         self,
         causal_head: Any,
-        learned: "_Learned",
-        learned_states: Tensor,  # [M, D]
+        trained: "_TrainedPositions",
+        trained_states: Tensor,  # [M, D]
         previous_ids: Tensor,  # [G * N]
         labels: Tensor,  # [M]
         losses: RowLosses,
@@ -147,23 +147,23 @@ class DrafterLoss:
         candidates: Any = losses.candidates
         block_size = self.config.block_size
         by_block = previous_ids.view(-1, block_size)
-        states = _states_after(causal_head, by_block[:, learned.first :])  # [G, P, H]
-        states = functional.pad(states, (0, 0, learned.first, 0)).flatten(0, 1)  # [G * N, H]
+        states = _states_after(causal_head, by_block[:, trained.first :])  # [G, P, H]
+        states = functional.pad(states, (0, 0, trained.first, 0)).flatten(0, 1)  # [G * N, H]
         return head_loss(
             causal_head,
-            learned_states,
-            states.index_select(0, learned.index),
-            learned.index % block_size - learned.first,
+            trained_states,
+            states.index_select(0, trained.index),
+            trained.index % block_size - trained.first,
             candidates,
             labels,
             losses.weights,
-            learned.gather(previous_ids),
+            trained.gather(previous_ids),
         )
 
     def _forward(self, layout: BlockLayout, features: Tensor, attention: str) -> Tensor:
         """Runs the drafter on all queries; returns its last hidden states [B * R, D]."""
         with torch.no_grad():
-            noise_embeds = self.pair.embed(layout.token_ids)
+            noise_embeds = self.frozen_target.embed(layout.token_ids)
         # torch.compile decides by itself what to recompute.
         with lean_mlps(self.drafter) if self.network is self.drafter else nullcontext():
             output = self.network(
@@ -198,18 +198,18 @@ def _states_after(causal_head: Any, token_ids: Tensor) -> Tensor:
     return torch.stack(states, dim=1)
 
 
-class _Learned:
+class _TrainedPositions:
     """Indices [M] into the flattened positions [G * N] of all blocks.
 
     They are those of the trained positions, then index 0 repeated until M is a multiple of `ROW_STEP`.
     `is_real` is False for the repeats.
     """
 
-    def __init__(self, is_learned: Tensor, first: int) -> None:  # bool [G, N], and the first position that proposes
-        self.shape = is_learned.shape
+    def __init__(self, is_trained: Tensor, first: int) -> None:  # bool [G, N], and the first position that proposes
+        self.shape = is_trained.shape
         self.first = first
-        self.proposals = is_learned[:, first:]  # [G, P]
-        index = is_learned.flatten().nonzero().flatten()
+        self.proposals = is_trained[:, first:]  # [G, P]
+        index = is_trained.flatten().nonzero().flatten()
         num_filled = -len(index) % ROW_STEP
         is_real = torch.ones_like(index, dtype=torch.bool)
         self.is_real = functional.pad(is_real, (0, num_filled))  # [M]

@@ -161,7 +161,7 @@ class OnlineTrainer:
         device = self.drafter.device
         devices = [device] if device.type == "cuda" else []
         self.student.to(device)
-        with torch.random.fork_rng(devices), torch.enable_grad(), _frozen(self.target):
+        with torch.random.fork_rng(devices), torch.enable_grad(), _in_eval_mode(self.target):
             frozen: Any = FrozenTarget(self.target, self.student)
             loss_of = DrafterLoss(frozen, self.settings)
             batches = self._batches(examples)
@@ -200,7 +200,7 @@ class OnlineTrainer:
 
 
 @contextmanager
-def _frozen(model: PreTrainedModel) -> Iterator[None]:
+def _in_eval_mode(model: PreTrainedModel) -> Iterator[None]:
     """Inside the `with` the model is in eval mode; at its end all modes and `requires_grad` flags are restored."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]

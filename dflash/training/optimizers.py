@@ -61,9 +61,9 @@ def group_names(optimizers: Sequence[Optimizer]) -> list[str]:
     names = []
     for optimizer in optimizers:
         method = type(optimizer).__name__.lower()
-        matrices = "tables" if method == "adamw" and len(optimizers) > 1 else "matrices"
+        kind = "tables" if method == "adamw" and len(optimizers) > 1 else "matrices"
         for group in optimizer.param_groups:
-            names.append(f"{method}_{matrices if group['params'][0].ndim == 2 else 'norms'}")
+            names.append(f"{method}_{kind if group['params'][0].ndim == 2 else 'norms'}")
     return names
 
 

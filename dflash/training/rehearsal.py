@@ -136,7 +136,7 @@ def _step_cost(trainer: Trainer) -> float:
     of its training.
     """
     target: Any = trainer.target
-    drafter: Any = copy.deepcopy(trainer.whole_drafter())
+    drafter: Any = copy.deepcopy(trainer.decodable_drafter())
     drafter = drafter.to(target.dtype).eval()
     ids = torch.tensor([prompt_of(trainer.examples[0])[:16]], device=target.device)
     eager: dict[str, Any] = {"temperature": 0.0, "compile": False, "prompt_lookup_num_tokens": 0, "stop_token_ids": []}

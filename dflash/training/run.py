@@ -277,7 +277,9 @@ class _Run:
             figures = trainer.step(stop=bool(signals))
             self.display.show_step(step, figures)
             is_measured = step % eval_every == 0 or step == last
-            if is_measured and self._measure():
+            if is_measured:
+                self._measure()
+            if is_measured and self._is_patience_exhausted():
                 break
             if step == last:
                 break
@@ -293,8 +295,8 @@ class _Run:
         self._checkpointer.finish()
         self._uploads.add(record.best_step, is_last=True)
 
-    def _measure(self) -> bool:
-        """Adds a point to the curve and saves the weights if they are best; returns whether `patience` is exhausted."""
+    def _measure(self) -> None:
+        """Adds a point to the curve, and saves the weights if they are the best so far."""
         record = self.record
         point = self._goal.measure(self.trainer)
         is_better = self._goal.is_better(point, record)
@@ -304,8 +306,11 @@ class _Run:
             record.best_step = point["step"]
             record.best_tau = point.get("tau", math.nan)
             self._checkpointer.save_checkpoint()
-        steps = [point["step"] for point in record.curve]
-        since_best = sum(step > record.best_step for step in steps)
+
+    def _is_patience_exhausted(self) -> bool:
+        """Whether the last `patience` measurements found no better weights."""
+        steps = [point["step"] for point in self.record.curve]
+        since_best = sum(step > self.record.best_step for step in steps)
         patience = self._settings.patience
         return patience is not None and since_best >= patience
 

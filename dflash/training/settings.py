@@ -388,7 +388,7 @@ class TrainingSettings:
         return replace(self, **by_recipe | settings)
 
     @property
-    def longest(self) -> int | None:
+    def drop_above(self) -> int | None:
         """The length above which sequences are left out; `None` if sequences are cut instead."""
         return self.max_length if self.drop_long else None
 

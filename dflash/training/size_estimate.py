@@ -44,9 +44,9 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     """
     settings, drafter = trainer.settings, trainer.drafter
     processes = trainer.accelerator.num_processes
-    share = processes if is_sharded(drafter) else 1
+    num_shards = processes if is_sharded(drafter) else 1
     target = sum(parameter.nbytes for parameter in trainer.target.parameters())
-    trained = drafter.num_parameters(only_trainable=True) * 4 // share
+    trained = drafter.num_parameters(only_trainable=True) * 4 // num_shards
     by_muon = sum(
         parameter.numel()
         for optimizer in trainer.optimizers
@@ -60,11 +60,11 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     rows = min(chunk_rows, size.queries)
     return {
         "target": target // (processes if settings.shard_target else 1),
-        "drafter": drafter.num_parameters() * 4 // share,
+        "drafter": drafter.num_parameters() * 4 // num_shards,
         "gradients": trained,
-        "optimiser": 2 * trained - by_muon * 4 // share,
+        "optimiser": 2 * trained - by_muon * 4 // num_shards,
         "features of the target": _context_bytes(trainer, size),
-        "weight copies for the forward": _copied_bytes(trainer) // share,
+        "weight copies for the forward": _copied_bytes(trainer) // num_shards,
         "activations of the drafter": _layer_bytes(trainer, size) + _score_bytes(trainer, size),
         "logits of a chunk": LOGIT_COPIES * rows * vocab_size * 4,
     }
@@ -99,8 +99,8 @@ def _copied_bytes(trainer: Trainer) -> int:
     No copies are kept if all layers are frozen, because no gradient passes through them.
     """
     drafter = trainer.drafter
-    is_trained = [parameter.requires_grad for parameter in drafter.layers.parameters()]
-    if not any(is_trained):
+    requires_grad = [parameter.requires_grad for parameter in drafter.layers.parameters()]
+    if not any(requires_grad):
         return 0
     value_bytes = 4 * has_low_rank_updates(drafter)
     if trainer.precision == "bf16":
@@ -179,7 +179,7 @@ def widest(trainer: Trainer) -> BatchSize:
         blocks.append(min(plan.num_anchors, len(anchors)))
     sizes = []
     for batch in epoch_sequences(lengths, 0, plan):
-        num_sequences = math.ceil(len(batch) / trainer.num_shares)
+        num_sequences = math.ceil(len(batch) / trainer.num_micro_batches)
         width = _largest_sum(lengths, batch)
         num_blocks = num_sequences * _largest_sum(blocks, batch)
         queries = num_blocks * block_size
@@ -191,5 +191,5 @@ def widest(trainer: Trainer) -> BatchSize:
 
 def _largest_sum(values: list[int], batch: list[list[int]]) -> int:
     """Sums `values` over the documents of each sequence in `batch`, and returns the largest sum."""
-    sums = [sum(values[number] for number in sequence) for sequence in batch]
+    sums = [sum(values[index] for index in sequence) for sequence in batch]
     return max(sums)

@@ -1,7 +1,7 @@
 """Takes the optimiser steps of a run, in one process or several. It works on token ids, never on text.
 
-Each process computes its share of each batch, cut into `gradient_accumulation_steps` parts. Losses, gradients and
-counts are summed, so that neither the number of processes nor that of parts changes what is learned.
+Each process computes `gradient_accumulation_steps` micro-batches of each batch. Losses, gradients and counts are
+summed, so that neither the number of processes nor that of micro-batches changes what is learned.
 """
 
 import math
@@ -29,15 +29,15 @@ from .device import computes_in_bf16, is_cpu_alone
 from .distributed import (
     asked_sharding,
     counts_of_each,
-    counts_of_share,
+    counts_of_process,
+    decodable,
     full_state,
     is_sharded,
     join_acceptances,
     join_gradients,
-    load_full_state,
+    load_optimizer_states,
     shard_drafter,
     shard_layers,
-    whole_copy,
 )
 from .examples import Examples, Prompts, has_rejected, lengths_of
 from .features import MANIFEST, CachedFeatures, facts_of, feature_bytes, write_features
@@ -59,10 +59,10 @@ class StepFigures:
 
 
 class Place(NamedTuple):
-    """The epoch of a batch and its number in the epoch, from 0."""
+    """The epoch of a batch and its index in the epoch."""
 
     epoch: int
-    number: int
+    batch_index: int
 
 
 class Trainer:
@@ -101,7 +101,7 @@ class Trainer:
         # accelerate's own setting of the precision would hold for all later runs of the process.
         self.precision = settings.mixed_precision or ("bf16" if computes_in_bf16() else "no")
         self.muon_rate = settings.muon_rate(drafter.config.hidden_size)
-        self.num_shares = self.accelerator.num_processes * settings.gradient_accumulation_steps
+        self.num_micro_batches = self.accelerator.num_processes * settings.gradient_accumulation_steps
         self._check_settings()
         if settings.lora_rank is not None:
             add_low_rank_updates(drafter, settings.lora_rank, settings.seed)
@@ -147,8 +147,8 @@ class Trainer:
     def _check_settings(self) -> None:
         """Raises ValueError for `freeze_init` without a frozen weight, or `rejected_share` without rejected drafts."""
         settings = self.settings
-        is_trained = [parameter.requires_grad for parameter in self.drafter.parameters()]
-        if settings.freeze_init and all(is_trained):
+        requires_grad = [parameter.requires_grad for parameter in self.drafter.parameters()]
+        if settings.freeze_init and all(requires_grad):
             raise ValueError(
                 "freeze_init is set but no weight is frozen: begin with `train_drafter`, or set requires_grad of the "
                 "weights to keep to False."
@@ -265,19 +265,19 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.counts = counts if self.counts is None else self.counts + counts
-        self.next_place = Place(place.epoch, place.number + 1)
+        self.next_place = Place(place.epoch, place.batch_index + 1)
         rates = [group["lr"] for group in self._groups()]
         named_rates = dict(zip(group_names(self.optimizers), rates, strict=True))
         return StepFigures(loss, norm.item(), named_rates, is_stopping)
 
     def _backward(self, batch: Batch) -> DraftCounts:
-        """Accumulates the gradients of this process's share of `batch`, and returns its counts."""
+        """Accumulates the gradients of this process's micro-batches of `batch`, and returns their counts."""
         device = self.accelerator.device
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16")
         all_counts = []
-        for part in self._parts(batch):
+        for micro_batch in self._micro_batches(batch):
             with autocast:
-                loss_sum, counts = self._loss_of(part.to(device))
+                loss_sum, counts = self._loss_of(micro_batch.to(device))
             if is_sharded(self.drafter):  # FSDP takes the mean of the gradients over the processes
                 loss_sum = loss_sum * self.accelerator.num_processes
             self.accelerator.backward(loss_sum)
@@ -292,7 +292,7 @@ class Trainer:
             num_sequences = len(batch.input_ids)
             first_ids = batch.input_ids[0, :8].tolist()
             raise FloatingPointError(
-                f"The {name} of step {step} is {value}, on batch {place.number} of epoch {place.epoch} "
+                f"The {name} of step {step} is {value}, on batch {place.batch_index} of epoch {place.epoch} "
                 f"({num_sequences} sequences, the first of which begins with the ids {first_ids}): "
                 f"lower {self.rates}, set mixed_precision='no', or look at that batch."
             )
@@ -319,7 +319,7 @@ class Trainer:
 
         All processes must call it. FloatingPointError if training has made the drafter's logits NaN or infinite.
         """
-        drafter = self.whole_drafter().eval()
+        drafter = self.decodable_drafter().eval()
         index, count = self.accelerator.process_index, self.accelerator.num_processes
         if is_sharded(self.target):  # it runs only where all processes run it, so each of them decodes all prompts
             index, count = 0, 1
@@ -339,12 +339,12 @@ class Trainer:
             ) from error
         return join_acceptances(self.accelerator, acceptance) if count > 1 else acceptance
 
-    def whole_drafter(self) -> DFlashDraftModel:
+    def decodable_drafter(self) -> DFlashDraftModel:
         """Returns the drafter unsharded and with low-rank updates merged, to decode or save.
 
         All processes must call it.
         """
-        return whole_copy(self.drafter)
+        return decodable(self.drafter)
 
     def state(self) -> Facts:
         """Returns what a resumed run goes on from: weights, optimisers, step, place in the data and counts.
@@ -359,21 +359,21 @@ class Trainer:
         }
 
     def _go_on_from(self, state: Facts) -> None:
-        load_full_state(self.drafter, self.optimizers, state)
+        load_optimizer_states(self.drafter, self.optimizers, state)
         self.step_number = state["step"]
         self.next_place = Place(*state["place"])
         if state["counts"] is not None:
-            self.counts = counts_of_share(self.accelerator, state["counts"])
+            self.counts = counts_of_process(self.accelerator, state["counts"])
 
-    def _parts(self, batch: Batch) -> list[Batch]:
-        """Returns this process's share of `batch`, cut into the parts whose gradients are accumulated."""
-        shares = range(self.accelerator.process_index, self.num_shares, self.accelerator.num_processes)
-        parts = [batch.share(share, self.num_shares) for share in shares]
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        """Returns this process's micro-batches of `batch`, whose gradients are accumulated."""
+        indices = range(self.accelerator.process_index, self.num_micro_batches, self.accelerator.num_processes)
+        micro_batches = [batch.micro_batch(index, self.num_micro_batches) for index in indices]
         if is_sharded(self.drafter) or is_sharded(self.target):  # all processes must run the same number of forwards
-            return parts
+            return micro_batches
         num_sequences = len(batch.input_ids)
-        num_full = sum(share < num_sequences for share in shares)
-        return parts[: max(1, num_full)]
+        num_full = sum(index < num_sequences for index in indices)
+        return micro_batches[: max(1, num_full)]
 
     @cached_property
     def batches_per_epoch(self) -> int:
@@ -386,6 +386,6 @@ class Trainer:
         epoch, first = self.next_place
         while True:
             batches = epoch_batches(self.examples, epoch, self.plan, first)
-            for number, batch in enumerate(batches, start=first):
-                yield Place(epoch, number), batch
+            for index, batch in enumerate(batches, start=first):
+                yield Place(epoch, index), batch
             epoch, first = epoch + 1, 0

@@ -40,7 +40,7 @@ def save_state(folder: Path, facts: Facts, tensors: Facts | None) -> None:
     Raises:
         OSError: if it cannot be written, for example on a full disk; the older state is kept.
     """
-    with saving("training state", folder), written_aside(folder) as aside:
+    with save_errors("training state", folder), written_aside(folder) as aside:
         aside.mkdir()
         if tensors is not None:
             torch.save(tensors, aside / TENSORS_FILE)
@@ -48,7 +48,7 @@ def save_state(folder: Path, facts: Facts, tensors: Facts | None) -> None:
 
 
 @contextmanager
-def saving(what: str, folder: Path, left: str | None = None) -> Iterator[None]:
+def save_errors(what: str, folder: Path, left: str | None = None) -> Iterator[None]:
     """Inside the `with`, turns any library's error about a failed write into one OSError with the remedy.
 
     Its message says that `what` cannot be written, then `left`: what `folder` still holds. Default of `left`: whether

@@ -242,7 +242,7 @@ def test_a_resumed_trace_of_another_target_is_refused_in_python_too(tmp_path: Pa
     Trace(path, make_target(num_hidden_layers=1), tokenizer).append([1], [2], [0])
     with pytest.raises(ValueError, match=r"t\.jsonl: Row 1 was recorded with the weights .*: name another file\."):
         Trace(path, make_target(num_hidden_layers=1, seed=1), tokenizer)
-    Trace(path, make_target(num_hidden_layers=1, seed=1), tokenizer, begin=True).append([3], [4], [])
+    Trace(path, make_target(num_hidden_layers=1, seed=1), tokenizer, overwrite=True).append([3], [4], [])
     assert [row["prompt_ids"] for row in rows(path)] == [[3]]
 
 
