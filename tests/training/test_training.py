@@ -284,7 +284,7 @@ def test_data_without_a_supervised_token_is_refused(
         train(drafter, target, [with_response([3, 4], [])], [], settings(), tmp_path / "drafter")
 
 
-@pytest.mark.parametrize(("mask_token_id", "said"), [(EOS, r"an end-of-text \(1\)"), (0, "the padding")])
+@pytest.mark.parametrize(("mask_token_id", "said"), [(EOS, "an end-of-text"), (0, "the padding")])
 def test_a_mask_that_means_something_to_the_target_is_refused_from_python_too(
     target: PreTrainedModel, tmp_path: Path, mask_token_id: int, said: str
 ) -> None:
