@@ -387,7 +387,8 @@ def test_streams_that_cannot_be_read_are_refused(
         prepare(target, folder, replace(settings, split="test"))
     monkeypatch.setattr(data_module, "SEARCHED_ROWS", 20)
     with pytest.raises(
-        ValueError, match=r"^None of the first 20 rows of .*set is usable \(usable means: at least 40 tokens, two supervised"
+        ValueError,
+        match=r"^None of the first 20 rows of .*set is usable \(usable means: at least 40 tokens, two supervised",
     ):
         prepare(target, folder, replace(settings, min_length=40))
     with pytest.raises(ValueError, match="None of 10 sequences"):

@@ -286,7 +286,7 @@ def test_the_time_of_all_starts_is_recorded(tmp_path: Path, monkeypatch: pytest.
     record = run(output, resume=True)
     assert record.seconds == 7290
     assert json.loads((output / "training.json").read_text())["seconds"] == 7290
-    assert "121.5 minutes on 1 process in all" in (output / "README.md").read_text()
+    assert "the run took 121.5 minutes on 1 process" in (output / "README.md").read_text()
 
 
 def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
