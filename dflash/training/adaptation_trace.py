@@ -34,7 +34,8 @@ class Trace:
         target: The target. Each row holds the fingerprint of its weights.
         tokenizer: The target's tokenizer.
         name: The target's name. For a local path, only the last part is written.
-        rank: Rank of this process. Every process but the first writes to a file of its own beside `path`, until `join`.
+        rank: Rank of this process. Each process except the first writes to a file beside `path`, whose rows `join`
+            moves to `path`.
         overwrite: Delete the rows that the file holds.
 
     Raises:
@@ -164,7 +165,7 @@ def check_trace(
 ) -> None:
     """Raises ValueError if a row was recorded with another tokenizer or another target.
 
-    Rows without `rejected` do not come from a trace and are not checked. The message begins with `where`, names the
+    Rows without `rejected` do not come from a trace and are not checked. The message begins with `where`, calls the
     target `target_name`, and ends with `remedy`.
     """
     expected = _fingerprints(target, tokenizer)

@@ -212,7 +212,7 @@ def load_examples(
     Args:
         source: A file of JSON lines; a parquet, csv, arrow or text file, a folder of `Dataset.save_to_disk` or an id on
             the Hub (`name` or `name:configuration`), which `datasets` reads; or rows, such as a `Dataset`.
-        tokenizer: The target's tokenizer. Rows of token ids need none.
+        tokenizer: The target's tokenizer. Not needed for rows of token ids.
         split: The split of a data set that has several.
         max_length: Longer sequences are cut to this number of tokens.
         streaming: Read a data set only as far as `wanted` asks, without downloading it whole.
@@ -355,7 +355,7 @@ def in_words(left_out: Counter[str]) -> str:
 
 
 def _drawn(places: list[list[int]], weights: list[float], seed: int) -> list[list[int]]:
-    """Draws indices from each part in the ratio of `weights`, so that one part is drawn whole."""
+    """Draws indices from each part in the ratio of `weights`. One part is drawn whole."""
     unit = min(map(truediv, map(len, places), weights))
     drawn = []
     for index, weight in enumerate(weights):
