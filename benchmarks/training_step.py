@@ -84,7 +84,7 @@ def naive_loss(drafter: Any, pair: FrozenTarget, batch: Batch) -> tuple[torch.Te
     states = drafter(noise_embeds, features, layout.position_ids, layout.attention_mask).last_hidden_state
     logits = pair.head(states).flatten(0, 1).float()
     losses = cross_entropy(logits, layout.labels.flatten(), reduction="none")
-    learned = layout.is_learned.view(-1, config.block_size)[:, 1:]
+    learned = layout.is_trained.view(-1, config.block_size)[:, 1:]
     weigh = decay_weights(default_gamma(config.block_size))
     return (losses * pad(weigh(learned.float(), learned), (1, 0)).flatten()).sum(), None
 

@@ -109,7 +109,7 @@ class RegenerationRun(Run):
         """
         if self.trace is not None:
             rank = self.processes.rank
-            writer.trace = Trace(self.trace, writer.target, tokenizer, self.target, rank, begin=not resume)
+            writer.trace = Trace(self.trace, writer.target, tokenizer, self.target, rank, overwrite=not resume)
 
     def join_trace(self, writer: Any) -> None:
         """Joins the traces of all processes. Only the first process may call it, after all have finished."""

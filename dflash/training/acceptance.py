@@ -21,8 +21,8 @@ class AcceptanceCounts:
 
     Attributes:
         steps: Number of verify steps.
-        committed: Tokens committed: the accepted proposals and one token of the target per step, before a text is cut at a
-            stop token or at its maximal length.
+        committed: Tokens committed: the accepted proposals and one token of the target per step, before a text is cut
+            at a stop token or at its maximal length.
         kept: Tokens that remain after the cut.
         accepted: For each position of a draft, the number of steps in which the proposal there was accepted.
     """
@@ -52,7 +52,10 @@ class AcceptanceCounts:
         return self.kept / max(1, self.steps)
 
     def figures(self) -> Facts:
-        """Returns `tau`, `tokens_per_step` and, as `accepted`, the share of steps that accepted each position of a draft."""
+        """Returns `tau`, `tokens_per_step` and `accepted`.
+
+        `accepted` holds, for each position of a draft, the share of steps in which the proposal there was accepted.
+        """
         steps = max(1, self.steps)
         shares = [round(count / steps, 4) for count in self.accepted]
         return {"tau": self.tau, "tokens_per_step": self.tokens_per_step, "accepted": shares}
@@ -62,12 +65,13 @@ class AcceptanceCounts:
 def measure_acceptance(
     drafter: Any, target: PreTrainedModel, prompts: Prompts, max_new_tokens: int
 ) -> AcceptanceCounts:
-    """Decodes each prompt greedily with `generate_blocks`, and returns the acceptance counts of all prompts together.
+    """Decodes greedily after each prompt, and returns the acceptance counts of all prompts together.
 
-    The warning that no draft is accepted is hidden, because training begins in that state.
+    At most `max_new_tokens` tokens are decoded after each prompt. Warnings of `drafting_dflash` are hidden: one says
+    that no draft is accepted, which is normal when training begins.
 
     Raises:
-        ValueError: as `generate_blocks`, for example if the drafter's logits are NaN.
+        ValueError: for what `generate_blocks` refuses, for example logits of the drafter that are NaN.
     """
     total = AcceptanceCounts(
         0,
@@ -86,7 +90,7 @@ def measure_acceptance(
                 torch.tensor([list(prompt)], device=target.device),
                 max_new_tokens=max_new_tokens,
                 temperature=0.0,
-                compile=False,  # else steps are compiled after some time, and near-ties may then round another way
+                compile=False,  # else steps are compiled after some time, and near-ties are then rounded differently
                 prompt_lookup_num_tokens=0,
             )
             for block in blocks:

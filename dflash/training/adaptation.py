@@ -21,21 +21,26 @@ from .sources import FILE_FORMATS, Source
 from .trainer import Trainer
 
 
-# Weights are not kept if the tau of a domain is lower by more than this share than before the adaptation.
+# Weights are not kept if the tau of a domain has fallen by more than this share of its first value.
 FORGOTTEN = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptationGoal(Goal):
-    """The highest mean tau of all domains but `general`, if no domain's tau is lower by more than `FORGOTTEN`."""
+    """Keeps the weights with the highest mean tau over all domains except `general`.
+
+    Weights are never kept if the tau of any domain, `general` included, is more than the share `FORGOTTEN` below its
+    first measurement.
+    """
 
     domains: Mapping[str, Prompts]  # held-out prompts by the domain's name
     general: str = ""  # name of the domain whose tau only has to be kept; empty if there is none
 
     def measure(self, trainer: Trainer) -> Facts:
-        """Returns a point of the curve: training counts since the last point, mean `tau`, and acceptance on each domain.
+        """Returns a new entry of `record.curve`, with the acceptance of each domain.
 
-        Before the first step there are no training counts.
+        It has `step`, the training counts since the last entry, `tau` (the mean over the domains except `general`), and
+        `domains` (the acceptance figures of each domain). Before the first step there are no training counts.
         """
         point = trainer.measure(())
         domains = {}
@@ -48,7 +53,10 @@ class AdaptationGoal(Goal):
         return point
 
     def is_better(self, point: Facts, record: TrainingRecord) -> bool:
-        """Whether the mean tau is above `record.best_tau`, and no domain lost more than `FORGOTTEN` of its first tau."""
+        """Whether the mean tau is above `record.best_tau` and no domain's tau has fallen too far.
+
+        It may fall by at most the share `FORGOTTEN` of its first value.
+        """
         first = record.curve[0]["domains"] if record.curve else {}
         for name, figures in first.items():
             tau = point["domains"][name]["tau"]
@@ -70,24 +78,25 @@ def adapt(
 ) -> TrainingRecord:
     """Trains `drafter` further on `data`, and saves the weights with the highest tau to `output`.
 
-    Each file of `data` is a domain. Its acceptance is measured on prompts held out of that file, before and after; the model
-    card of the checkpoint shows both. Weights whose tau on a file, or on the `general` texts, is more than 2 % below that of
-    the original drafter are not kept, so the original weights may stay the best. The run ends after `settings.patience`
-    measurements in a row without a better one.
+    Each file of `data` is a domain. Its acceptance is measured on prompts held out of that file, before and after the
+    training; the model card of the checkpoint shows both. Weights whose tau on a file, or on the `general` texts, is
+    more than 2 % below that of the original drafter are not kept, so the original weights may stay the best. The run
+    ends after `settings.patience` measurements in a row without a better one.
 
     Args:
         target: Folder or Hub id of the target.
         drafter: Folder or Hub id of its drafter, in the format of any supported tool.
-        data: One file per domain, of the target's own answers. A [`Trace`] also records where drafts were rejected, so that
-            blocks can begin there (`settings.rejected_share`).
+        data: One file per domain, with the target's own answers. A [`Trace`] also records where drafts were rejected,
+            so that blocks can begin there (`settings.rejected_share`).
         output: Folder of the checkpoint.
-        settings: The recipe. All weights are trained, or with `lora_rank` a low-rank update of them.
+        settings: The recipe. All weights are trained or, with `lora_rank`, a low-rank update of them.
         general: Answers to prompts that the drafter is good at already and has to stay good at.
         general_share: Largest share of the training tokens that `general` may have.
         options: Fields of [`RunOptions`], such as `resume` and `overwrite`.
 
     Raises:
-        ValueError: if `data` cannot be trained or measured on, if a trace belongs to another target, or as [`train`].
+        ValueError: if `data` cannot be trained or measured on, if a trace belongs to another target, or if [`train`]
+            raises it.
         FloatingPointError: if loss, gradient or logits are not finite; `output` keeps the best weights so far.
 
     Example:
@@ -124,18 +133,19 @@ def adaptation_sources(
     general: Source | None = None,
     general_share: float = 0.3,
 ) -> dict[str, str]:
-    """Returns each domain's path by its name in reports, which is the file's without suffix; `general` is last.
+    """Returns the sources by domain name, `general` last. Nothing is read yet.
 
-    Nothing is read yet.
+    A domain's name is its file name without the suffix, and without `.trace` before it.
 
     Raises:
-        ValueError: for no data, a `settings.eval_data`, two files of the same name, or a share that is not between 0 and 1.
+        ValueError: for no data, a `settings.eval_data`, two files of the same name, or a share that is not between 0
+            and 1.
     """
     if not data:
-        raise ValueError("data names no file: give one or more of the target's own answers.")
+        raise ValueError("data is empty: give one or more files with the target's own answers.")
     if settings.eval_data is not None:
         raise ValueError(
-            f"eval_data={settings.eval_data!r}: each file is measured on prompts of its own; leave it out."
+            f"eval_data={settings.eval_data!r}: each file is measured on prompts of its own; leave eval_data out."
         )
     if not 0 < general_share < 1:
         raise ValueError(f"general_share={general_share}: give a share of the tokens, above 0 and below 1.")
@@ -156,28 +166,28 @@ def adaptation_sources(
 def _domains(
     sources: Mapping[str, str], target: Source, settings: TrainingSettings, announce: Announce
 ) -> dict[str, Prepared]:
-    """Loads models and sources; returns the examples and held-out prompts of each domain, by its name."""
-    ready, tables = load(
+    """Loads models and sources; returns the examples and held-out prompts of each domain by name."""
+    ready, source_examples = load(
         target,
         list(sources.values()),
         settings,
         announce,
     )
     domains = {}
-    for (name, source), table in zip(sources.items(), tables, strict=True):
+    for (name, source), examples in zip(sources.items(), source_examples, strict=True):
         domains[name] = prepare_domain(
             ready,
             source,
-            table,
+            examples,
             settings,
             announce,
         )
-        answers_of(source, ready.target, announce)  # announces answers that are missing or another target's
+        answers_of(source, ready.target, announce)  # announces if answers are missing, or another target's
     return domains
 
 
 def _examples_of(domains: Mapping[str, Prepared], general: str, general_share: float, seed: int) -> Examples:
-    """Joins the examples to train on. Of the domain `general` at most `general_share` of all tokens is drawn."""
+    """Joins the examples to train on. At most the share `general_share` of all tokens comes from `general`."""
     parts = [domain.examples for name, domain in domains.items() if name != general]
     if general:
         num_tokens = sum(lengths_of(joined(parts)))

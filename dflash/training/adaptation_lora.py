@@ -1,7 +1,7 @@
 """LoRA (arXiv 2106.09685) for drafters: a trainable low-rank update of the weight of each linear layer.
 
-The update is a parametrisation of torch, so all code that reads `weight`, compiled forwards included, reads the updated weight.
-It is merged into the weights before the drafter decodes or is saved.
+The update is a parametrisation of torch, so all code that reads `weight`, compiled forwards included, reads the updated
+weight. The update is merged into the weights before the drafter decodes or is saved.
 """
 
 import copy
@@ -40,7 +40,7 @@ def add_low_rank_updates(drafter: nn.Module, rank: int, seed: int) -> None:
     largest = max(ranks)
     if rank >= largest:
         raise ValueError(
-            f"lora_rank={rank} and the largest matrix has rank {largest}: give less, or train all weights."
+            f"lora_rank={rank} and the largest matrix has rank {largest}: give a smaller rank, or train all weights."
         )
     drafter.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)

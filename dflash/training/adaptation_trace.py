@@ -26,20 +26,21 @@ BEGINNING = b'{"target":'
 class Trace:
     """A file of JSON lines, one per text: its token ids, and the anchors of drafts that were not fully accepted.
 
-    The anchors are in `rejected`. Each row also holds the target's name and the fingerprints of target and tokenizer, so that
-    files can be concatenated.
+    The anchors are in `rejected`. Each row also holds the target's name and the fingerprints of target and tokenizer,
+    so that files can be concatenated.
 
     Args:
         path: A `.jsonl` file. Rows are appended to it.
         target: The target. Each row holds the fingerprint of its weights.
         tokenizer: The target's tokenizer.
-        name: The target's name. Of a local path only the last part is written.
-        rank: Rank of this process. Every process but the first writes to a file of its own beside `path`, until `join`.
-        begin: Delete the rows that the file holds.
+        name: The target's name. For a local path, only the last part is written.
+        rank: Rank of this process. Each process except the first writes to a file beside `path`, whose rows `join`
+            moves to `path`.
+        overwrite: Delete the rows that the file holds.
 
     Raises:
-        ValueError: for a path that does not end in `.jsonl`, as training needs it, or without `begin` for a file that is not a
-            trace of this target and tokenizer. The file is not changed.
+        ValueError: for a path that does not end in `.jsonl`, as training needs it; or, without `overwrite`, for a file
+            that is not a trace of this target and tokenizer. The file is then not changed.
 
     Example:
         >>> trace = Trace(Path("trace.jsonl"), target, tokenizer, "Qwen/Qwen3-4B")
@@ -54,13 +55,13 @@ class Trace:
         tokenizer: Any,
         name: str | None = None,
         rank: int = 0,
-        begin: bool = False,
+        overwrite: bool = False,
     ) -> None:
         self.check_name(path)
         self._lines = JsonLines(path, rank)
         self._origin = {"target": public_name(name), **_fingerprints(target, tokenizer)}
         for part in self._lines.parts():
-            if not begin:
+            if not overwrite:
                 check_trace(
                     _rows_of(part),
                     name or "this target",
@@ -100,12 +101,15 @@ class Trace:
 
 
 def was_rejected(block: Block) -> bool:
-    """Whether verification rejected a token of the drafter's draft; False for lookup proposals."""
+    """Whether verification rejected a proposal of the drafter; False for lookup proposals."""
     return block.num_accepted < block.num_proposals and not block.is_lookup
 
 
 def recorded(blocks: Iterable[Block], prompts: Prompts, trace: Trace) -> Iterator[Block]:
-    """Yields the `blocks` of `generate_blocks` unchanged. When this generator ends or is closed, it appends each text to `trace`."""
+    """Yields the `blocks` of `generate_blocks` unchanged, and appends each text to `trace`.
+
+    The texts are appended when this generator ends or is closed.
+    """
     texts = [list(prompt) for prompt in prompts]
     rejected: list[list[int]] = [[] for _ in prompts]
     try:
@@ -126,7 +130,10 @@ def recorded(blocks: Iterable[Block], prompts: Prompts, trace: Trace) -> Iterato
 
 
 def _rows_of(path: Path) -> Iterator[Facts]:
-    """Yields the rows of a trace; ValueError for a line that is none. An incomplete last row is skipped."""
+    """Yields the rows of a trace. An incomplete last row is skipped.
+
+    ValueError for a line that is not a row of a trace.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             is_whole = line.endswith(b"\n")
@@ -138,7 +145,8 @@ def _rows_of(path: Path) -> Iterator[Facts]:
                 return
             if not is_whole or not isinstance(row, dict) or "rejected" not in row:
                 raise ValueError(
-                    f"Line {number} of {path} is no complete row of a trace: name a new file, or one that --trace wrote."
+                    f"Line {number} of {path} is not a complete row of a trace: name a new file, or one that --trace "
+                    "wrote."
                 )
             yield row
 
@@ -149,26 +157,26 @@ def _fingerprints(target: PreTrainedModel, tokenizer: Any) -> dict[str, str]:
 
 def check_trace(
     rows: Iterable[Mapping[str, Any]],
-    target: Source,
+    target_name: Source,
     tokenizer: Any,
-    model: PreTrainedModel,
+    target: PreTrainedModel,
     where: str = "",
     remedy: str = "record a trace of this target (dflash regenerate --trace)",
 ) -> None:
-    """Raises ValueError if a row was recorded with another tokenizer, or with another target than `model`.
+    """Raises ValueError if a row was recorded with another tokenizer or another target.
 
-    Rows without `rejected` do not come from a trace and are not checked. The message begins with `where`, names the model as
-    `target`, and ends with `remedy`.
+    Rows without `rejected` do not come from a trace and are not checked. The message begins with `where`, calls the
+    target `target_name`, and ends with `remedy`.
     """
-    expected = _fingerprints(model, tokenizer)
+    expected = _fingerprints(target, tokenizer)
     for number, row in enumerate(rows, start=1):
         if row.get("rejected") is None:
             continue
         recorder = row.get("target") or "another target"
         for name in ("tokenizer", "weights"):
-            recorded = row.get(name)
-            if recorded != expected[name]:
+            value = row.get(name)
+            if value != expected[name]:
                 raise ValueError(
-                    f"{where}Row {number} was recorded with the {name} {recorded} of {recorder} "
-                    f"but {target} has {expected[name]}: {remedy}."
+                    f"{where}Row {number} was recorded with the {name} {value} of {recorder} "
+                    f"but {target_name} has {expected[name]}: {remedy}."
                 )

@@ -1,4 +1,4 @@
-"""Cuts examples into batches and draws the anchors of their blocks. It knows no model.
+"""Cuts examples into batches and draws the anchors of their blocks. It imports no model.
 
 An example is called a document here. A sequence is one row of a batch: a padded document, or several packed documents.
 """
@@ -17,8 +17,8 @@ from .examples import Example, Examples, lengths_of
 
 PADDING_DOCUMENT = -1
 NO_ANCHOR = -1
-# Widths are rounded up to a multiple of this, so that few shapes occur: for each new shape kernels are selected, and on a CPU
-# compiled.
+# Widths are rounded up to a multiple of this, so that few shapes occur: torch selects kernels for each new shape and,
+# on a CPU, compiles them.
 WIDTH_STEP = 16
 # Number of shuffled documents that are sorted by length together.
 POOL = 2048
@@ -27,8 +27,8 @@ POOL = 2048
 def valid_anchors(loss_mask: Sequence[int]) -> list[int]:
     """Returns the positions at which a block may begin: the token there and the next one are supervised.
 
-    While decoding, an anchor is a token that the target wrote, and the drafter first proposes the token after it. So the token
-    after an anchor is never one of a prompt.
+    While decoding, an anchor is a token that the target wrote, and the drafter first proposes the token after it. So
+    the token after an anchor is never part of a prompt.
     """
     return [place for place, pair in enumerate(pairwise(loss_mask)) if all(pair)]
 
@@ -43,11 +43,12 @@ def sample_anchors(
     rejected: Sequence[int] = (),
     rejected_share: float = 0.0,
 ) -> list[int]:
-    """At most `num_anchors` distinct valid anchors in ascending order, drawn anew each epoch.
+    """Returns at most `num_anchors` distinct valid anchors of a document, in ascending order, drawn anew each epoch.
 
-    The draw depends only on the arguments, where `index` is the sequence's index in the data; neither its batch nor a restart
-    changes it. A sequence with fewer valid positions than `num_anchors` returns all of them. `rejected` holds the anchors of
-    drafts that verification rejected: a share `rejected_share` of the result is drawn from them, or less if they are too few.
+    The draw depends only on the arguments. `index` is the document's index in the data, so neither its batch nor a
+    restart changes the draw. For a document with fewer valid positions than `num_anchors`, all of them are returned.
+    `rejected` holds the anchors of drafts that verification rejected: a share `rejected_share` of the result is drawn
+    from them, or less if they are too few.
 
     Example:
         >>> sample_anchors([0, 0, 1, 1, 1], 8, seed=0, epoch=0, index=0)
@@ -56,12 +57,12 @@ def sample_anchors(
     candidates = set(valid_anchors(loss_mask))
     generator = random.Random(f"{seed}-{epoch}-{index}")
     count = min(num_anchors, len(candidates))
-    recorded = sorted(candidates.intersection(rejected))
+    rejected_candidates = sorted(candidates.intersection(rejected))
     wanted = round(rejected_share * count)
-    num_recorded = min(wanted, len(recorded))
-    anchors = generator.sample(recorded, num_recorded)
+    num_rejected = min(wanted, len(rejected_candidates))
+    anchors = generator.sample(rejected_candidates, num_rejected)
     remaining = sorted(candidates.difference(anchors))
-    num_others = count - num_recorded
+    num_others = count - num_rejected
     anchors += generator.sample(remaining, num_others)
     return sorted(anchors)
 
@@ -72,7 +73,7 @@ class Batch(NamedTuple):
     Attributes:
         input_ids: Token ids, [B, S].
         loss_mask: Whether a token is supervised, bool [B, S].
-        document_ids: Number of a token's document in its sequence, from 0; `PADDING_DOCUMENT` for padding, [B, S].
+        document_ids: Index of the token's document in its sequence; `PADDING_DOCUMENT` for padding, [B, S].
         anchors: Columns where blocks begin, filled with `NO_ANCHOR` in sequences that have fewer, [B, A].
     """
 
@@ -86,14 +87,15 @@ class Batch(NamedTuple):
         tensors = [tensor.to(device) for tensor in self]
         return Batch(*tensors)
 
-    def share(self, index: int, num_shares: int) -> "Batch":
-        """Returns the micro-batch number `index` of `num_shares`: every `num_shares`-th sequence, beginning with `index`.
+    def micro_batch(self, index: int, num_micro_batches: int) -> "Batch":
+        """Returns every `num_micro_batches`-th sequence of the batch, beginning with the one at `index`.
 
-        There is a share for each process and gradient accumulation step. With fewer sequences than shares, a share without a
-        sequence of its own is the first sequence without anchors: its process runs the same forward, and its loss is 0.
+        There is one such micro-batch for each process and gradient accumulation step. If there are fewer sequences than
+        micro-batches, each remaining micro-batch is a copy of the first sequence with all anchors removed. Its process
+        runs a forward like the others, and its loss is 0.
         """
         if index < len(self.input_ids):
-            own = [tensor[index::num_shares] for tensor in self]
+            own = [tensor[index::num_micro_batches] for tensor in self]
             return Batch(*own)
         first = Batch(*[tensor[:1] for tensor in self])
         no_anchors = torch.full_like(first.anchors, NO_ANCHOR)
@@ -106,11 +108,11 @@ class BatchPlan:
 
     Attributes:
         num_anchors: Largest number of blocks per document.
-        batch_tokens: Largest number of tokens per batch, padding included. A longer sequence is a batch of its own.
+        batch_tokens: Largest number of tokens per batch, padding included. A longer sequence is a batch by itself.
         seed: Seed of the order of documents and of the anchors.
         pad_token_id: Token id of the padding.
         pack_length: Width of sequences into which documents are packed. Default: one document per sequence.
-        rejected_share: Share of a document's anchors that is drawn from its `rejected` ones.
+        rejected_share: Share of a document's anchors that is drawn from its `rejected` anchors.
     """
 
     num_anchors: int
@@ -128,17 +130,20 @@ def collate(
     sequences: Sequence[Sequence[int]] | None = None,
     width: int = 0,
 ) -> Batch:
-    """Returns examples and their anchors as a [`Batch`], padded to a multiple of `WIDTH_STEP` and at least to `width`.
+    """Returns examples and their anchors as a [`Batch`].
+
+    The batch is as wide as its longest sequence, rounded up to a multiple of `WIDTH_STEP`, or `width` columns if that
+    is more.
 
     Args:
-        examples: The documents, by number.
-        anchors: Anchors of each document, by the same number, counted from the document's first token.
+        examples: The documents, by index.
+        anchors: Anchors of each document, by the same index, counted from the document's first token.
         pad_token_id: Token id of the padding.
-        sequences: For each sequence the numbers of its documents. Default: one document per sequence.
-        width: Smallest number of columns.
+        sequences: For each sequence the indices of its documents. Default: one document per sequence.
+        width: Smallest number of columns. It is not rounded up, so give a multiple of `WIDTH_STEP` to keep shapes few.
     """
     if sequences is None:
-        sequences = [[number] for number in range(len(examples))]
+        sequences = [[index] for index in range(len(examples))]
     rows = [_packed(examples, anchors, sequence) for sequence in sequences]
     token_ids, loss_masks, documents, columns = zip(*rows, strict=True)
     longest = max(map(len, token_ids))
@@ -158,9 +163,9 @@ def _packed(examples: Any, anchors: Any, sequence: Sequence[int]) -> tuple[list[
     loss_mask: list[int] = []
     documents: list[int] = []
     columns: list[int] = []
-    for document, number in enumerate(sequence):
-        example, begin = examples[number], len(token_ids)
-        columns += [begin + anchor for anchor in anchors[number]]
+    for document, index in enumerate(sequence):
+        example, begin = examples[index], len(token_ids)
+        columns += [begin + anchor for anchor in anchors[index]]
         token_ids += example.token_array
         loss_mask += example.mask_array
         documents += [document] * len(example)
@@ -177,7 +182,7 @@ def _padded(length: int) -> int:
 
 
 def _pools(count: int, rng: random.Random, pool: int) -> Iterator[list[int]]:
-    """Yields the numbers 0 to `count - 1` in random order, in lists of at most `pool`."""
+    """Yields the indices 0 to `count - 1` in random order, in lists of at most `pool`."""
     order = rng.sample(range(count), count)
     for begin in range(0, count, pool):
         yield order[begin : begin + pool]
@@ -186,35 +191,35 @@ def _pools(count: int, rng: random.Random, pool: int) -> Iterator[list[int]]:
 def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random, pool: int = POOL) -> list[list[int]]:
     """Returns an epoch's batches in random order, as lists of indices.
 
-    A batch has at most `batch_tokens` with padding, or is one longer sequence. Pools of shuffled sequences are sorted by length
-    and cut, so that there is little padding and batches still differ between epochs.
+    A batch has at most `batch_tokens` tokens, padding included, or is one longer sequence. Pools of shuffled sequences
+    are sorted by length and cut, so that there is little padding and batches still differ between epochs.
     """
     batches: list[list[int]] = []
-    for numbers in _pools(len(lengths), rng, pool):
+    for indices in _pools(len(lengths), rng, pool):
         batch: list[int] = []
-        for number in sorted(numbers, key=lengths.__getitem__):
-            num_tokens = (len(batch) + 1) * lengths[number]
+        for index in sorted(indices, key=lengths.__getitem__):
+            num_tokens = (len(batch) + 1) * lengths[index]
             if batch and num_tokens > batch_tokens:
                 batches.append(batch)
                 batch = []
-            batch.append(number)
+            batch.append(index)
         batches.append(batch)
     rng.shuffle(batches)
     return batches
 
 
 def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: int = POOL) -> list[list[int]]:
-    """Packs documents into sequences of at most `width` tokens; returns their document numbers, in random order.
+    """Packs documents into sequences of at most `width` tokens; returns these as lists of indices, in random order.
 
-    The documents of a shuffled pool, longest first, go into the first sequence that has room. A document longer than `width`
-    is a sequence of its own.
+    The documents of a shuffled pool, longest first, go into the first sequence that has room. A document longer than
+    `width` is a sequence by itself.
     """
     sequences: list[list[int]] = []
-    for numbers in _pools(len(lengths), rng, pool):
+    for indices in _pools(len(lengths), rng, pool):
         room: list[int] = []
         first = len(sequences)  # index of the pool's first sequence
-        for number in sorted(numbers, key=lambda number: -lengths[number]):
-            length = lengths[number]
+        for index in sorted(indices, key=lambda index: -lengths[index]):
+            length = lengths[index]
             has_room = [columns >= length for columns in room]
             if not any(has_room):
                 room.append(width)
@@ -222,29 +227,28 @@ def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: 
                 has_room.append(True)
             place = has_room.index(True)
             room[place] -= length
-            sequences[first + place].append(number)
+            sequences[first + place].append(index)
     rng.shuffle(sequences)
     return sequences
 
 
 def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list[list[list[int]]]:
-    """Returns an epoch's batches, each a list of sequences, each a list of document numbers; fixed by plan and epoch."""
+    """Returns an epoch's batches, each a list of sequences of document indices. Plan and epoch decide them."""
     rng = random.Random(f"batches-{plan.seed}-{epoch}")
     width = plan.pack_length
     batches = []
     if width is None:
         padded = list(map(_padded, lengths))
-        for numbers in batch_indices(padded, plan.batch_tokens, rng):
-            alone = [[number] for number in numbers]
+        for indices in batch_indices(padded, plan.batch_tokens, rng):
+            alone = [[index] for index in indices]
             batches.append(alone)
         return batches
     columns = _padded(width)
     count = max(1, plan.batch_tokens // columns)
     batch: list[list[int]] = []
     for sequence in pack_examples(lengths, width, rng):
-        if (
-            sum(lengths[number] for number in sequence) > columns
-        ):  # one long document, to whose length all would be padded
+        num_tokens = sum(lengths[index] for index in sequence)
+        if num_tokens > columns:  # one long document: the other sequences of the batch would be padded to its length
             batches.append([sequence])
             continue
         batch.append(sequence)
@@ -257,25 +261,25 @@ def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list
 
 
 def epoch_batches(examples: Examples, epoch: int, plan: BatchPlan, first: int = 0) -> Iterator[Batch]:
-    """Yields the batches of an epoch (from 0), which hold each example once; fixed by plan and epoch.
+    """Yields the batches of an epoch (from 0), which hold each example once. Plan and epoch decide them.
 
-    Batches before number `first` are skipped, and their examples are not read. A document's anchors depend on the plan, the
-    epoch, the document and its index in `examples`, not on its batch or on a restart.
+    Batches before the index `first` are skipped, and their examples are not read. A document's anchors depend on the
+    plan, the epoch, the document and its index in `examples`, not on its batch or on a restart.
     """
     width = _padded(plan.pack_length or 0)
     batches = epoch_sequences(lengths_of(examples), epoch, plan)
     for sequences in batches[first:]:
-        documents = {number: examples[number] for number in chain.from_iterable(sequences)}
+        documents = {index: examples[index] for index in chain.from_iterable(sequences)}
         anchors = {
-            number: sample_anchors(
+            index: sample_anchors(
                 document.mask_array,
                 plan.num_anchors,
                 seed=plan.seed,
                 epoch=epoch,
-                index=number,
+                index=index,
                 rejected=document.rejected,
                 rejected_share=plan.rejected_share,
             )
-            for number, document in documents.items()
+            for index, document in documents.items()
         }
         yield collate(documents, anchors, plan.pad_token_id, sequences, width)

@@ -1,4 +1,4 @@
-"""Writes the model card of a trained drafter: what it is, how it was trained, and what was measured during training."""
+"""Writes the model card of a trained drafter: what it is, how it was trained, what was measured during training."""
 
 from typing import Any
 
@@ -12,20 +12,20 @@ from .settings import Facts
 TRAINING = """
 ## Training
 
-{sequences}{of_source}, {data[tokens]:,} tokens of which {data[supervised_tokens]:,} supervised \
-(fingerprint {data[fingerprint]}); recipe {recipe}, loss {settings[loss]}, position weights {settings[position_weights]}, \
-{settings[num_anchors]} anchors a sequence, seed {settings[seed]}. {parameters:,} parameters; the weights are those of step \
-{best_step}, of {minutes:.1f} minutes on {on_processes} in all. Settings, versions, fingerprints and the whole curve are in \
-`training.json`.
+{sequences}{of_source}, {data[tokens]:,} tokens of which {data[supervised_tokens]:,} are supervised (fingerprint \
+{data[fingerprint]}); recipe {recipe}, loss {settings[loss]}, position weights {settings[position_weights]}, \
+at most {settings[num_anchors]} anchors per document, seed {settings[seed]}. {parameters:,} parameters; the weights \
+are those of step {best_step}; the run took {minutes:.1f} minutes on {on_processes}. Settings, versions, fingerprints \
+and the whole curve are in `training.json`.
 
-{paragraphs}| step | loss | accepted drafts per block, teacher-forced | tau on {held_out[prompts]} held-out prompts |
+{paragraphs}| step | loss | accepted tokens per block, teacher-forced | tau on {held_out[prompts]} held-out prompts |
 |---|---|---|---|
 {points}
 
 {command_line}{licence}"""
 
-ANSWERS = """Its answers were written by {target} {manner}, thinking {thinking}, at most {max_new_tokens:,} tokens each, to \
-{source} ({rows}{licence}).{command}"""
+ANSWERS = """The answers{to_prompts} ({rows}{licence}) were written by {target} {manner}, thinking {thinking}, at most \
+{max_new_tokens:,} tokens each.{command}"""
 
 
 def model_card(config: Any, name: str, facts: Facts) -> str:
@@ -71,13 +71,13 @@ def adaptation_lines(facts: Facts) -> list[str]:
     """Returns Markdown lines: the adapted drafter, its licence, and each domain's acceptance before and after."""
     origin, curve = facts["adapted"], facts["curve"]
     licence = facts.get("init_licence")
-    permission = " The licence allows no derivatives: who made this one stated to have permission."
+    permission = " The licence allows no derivatives: whoever made this drafter stated that they have permission."
     stated = f"whose licence is {licence}." if licence else "which states no licence."
     lines = [
         f"Adapted from {_code(origin['name'])} (weights {origin['weights']}), {stated}"
         + (permission if facts.get("has_permission") else ""),
         "",
-        "| held-out prompts of | tau before | tau after | accepted at positions 1, 2, 3, … before | after |",
+        "| domain | tau before | tau after | share accepted at positions 1, 2, 3, … before | the same after |",
         "|---|---|---|---|---|",
     ]
     best = next(point for point in curve if point["step"] == facts["best_step"])
@@ -93,7 +93,10 @@ def _shares(figures: Facts) -> str:
 
 
 def _licence_text(stated: str | None, facts: Facts) -> str:
-    """Returns a sentence on the licence of the initial drafter, or that none is known; empty if the card says it."""
+    """Returns a sentence on the licence of the initial drafter, or that no licence was stated.
+
+    Empty if another part of the card says so.
+    """
     inherited = facts.get("init_licence")
     if inherited is None:
         return "" if stated else "No licence was stated for these weights.\n"
@@ -109,12 +112,13 @@ def _answers_text(answers: Facts) -> str:
     if settings["temperature"]:
         manner = "at temperature {temperature:g}, top-p {top_p:g}, top-k {top_k}, seed {seed}".format_map(settings)
     revision = f" (revision {answers['revision']})" if answers.get("revision") else ""
+    name = _code(source["name"])
     return ANSWERS.format(
         target=(_code(answers["target"]) or "the target") + revision,
         manner=manner,
         thinking="on" if settings["thinking"] else "off",
         max_new_tokens=settings["max_new_tokens"],
-        source=_code(source["name"]) or "rows",
+        to_prompts=f" to the prompts of {name}" if name else "",
         rows=counted(source["rows"], "row"),
         licence=f", licence {source['license']}" if source["license"] else "",
         command=f" `{answers['command']}`" if answers.get("command") else "",

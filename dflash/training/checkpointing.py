@@ -1,6 +1,7 @@
 """Writes the files of a run: the best checkpoint with its `training.json` and model card, and the training state.
 
-`training.json` holds the curve, and what a reader needs to repeat the run: models, data and versions by name and fingerprint.
+`training.json` holds the curve and what a reader needs to repeat the run: models, data and versions by name and
+fingerprint.
 """
 
 import copy
@@ -27,7 +28,7 @@ from .card import model_card
 from .examples import Example, Prompts, described
 from .settings import Facts
 from .trainer import Trainer
-from .training_state import public_settings, remove_state, save_state, saving, state_folder
+from .training_state import public_settings, remove_state, save_errors, save_state, state_folder
 
 
 @dataclass
@@ -38,8 +39,8 @@ class TrainingRecord:
         curve: A point for each measurement, in order: a dict with `step`, the training counts and the acceptance.
         best_step: Step of the checkpoint that was kept.
         best_tau: Tau of this checkpoint on the held-out prompts, NaN if there were none.
-        seconds: Duration of the run with measurements and saving, without loading. Of a resumed run, the sum over its starts,
-            each counted up to the training state from which the next one continued.
+        seconds: Duration of the run with measurements and saving, without loading. For a resumed run this is the sum
+            over all starts; each start counts up to the training state from which the next one continued.
         stopped_at: The step at which a signal ended the run; `None` if it is complete.
         signal: Number of the signal that this process received, if any.
         was_complete: Whether the run was already complete when it was started again, so that nothing was trained.
@@ -124,22 +125,22 @@ class Checkpointer:
         self._seconds_before = self.record.seconds
 
     def save_checkpoint(self) -> None:
-        """Replaces the checkpoint in `output` with the current drafter; after an OSError the older checkpoint stays."""
-        whole = self.trainer.whole_drafter()
+        """Replaces the checkpoint in `output` with the current drafter. After an OSError the older one is kept."""
+        drafter = self.trainer.decodable_drafter()
         if self.trainer.is_first:
-            with saving("checkpoint", self.output):
-                save_drafter(whole, self.output, self._facts())
+            with save_errors("checkpoint", self.output):
+                save_drafter(drafter, self.output, self._facts())
 
     def save_state(self, is_beginning: bool = False) -> None:
-        """Writes the training state beside `output`; after an OSError the older state stays.
+        """Writes the training state beside `output`. After an OSError the older state is kept.
 
-        With `is_beginning` it holds no tensors, and only marks `output` as that of an unfinished run.
+        With `is_beginning` the state holds no tensors, and only marks `output` as that of an unfinished run.
         """
         tensors = None if is_beginning else self.trainer.state()
         if self.trainer.is_first:
             self._read_clock()
             record = dict(vars(self.record))
-            for name in ("stopped_at", "signal", "was_complete"):  # which describe this start alone
+            for name in ("stopped_at", "signal", "was_complete"):  # these describe this start alone
                 del record[name]
             facts = {
                 "step": self.trainer.step_number,
@@ -152,14 +153,14 @@ class Checkpointer:
             save_state(state_folder(self.output), facts, tensors)
 
     def finish(self) -> None:
-        """Completes the run: writes the whole curve into `training.json` and model card, and deletes the training state."""
+        """Completes the run: writes the whole curve to `training.json` and model card; deletes the training state."""
         if not self.trainer.is_first:
             return
         output = self.output
         # A kill must not leave half-written files in the checkpoint.
         aside = output.with_name(f".{output.name}.partial-{os.getpid()}")
         config = self.trainer.drafter.config
-        with saving("checkpoint", output):
+        with save_errors("checkpoint", output):
             texts = _texts(config, output.name, self._facts())
             for name, text in texts.items():
                 aside.write_text(text, encoding="utf-8")
@@ -177,7 +178,7 @@ class Checkpointer:
 def save_drafter(drafter: DFlashDraftModel, folder: Path, facts: Facts, dtype: torch.dtype = torch.bfloat16) -> None:
     """Saves a copy of `drafter` in `dtype`, with `facts` as `training.json` and, if they have a curve, a model card.
 
-    If the process is killed or the disk is full, the older checkpoint stays.
+    If the process is killed or the disk is full, the older checkpoint is kept.
     """
     rounded: Any = copy.deepcopy(drafter)
     texts = _texts(drafter.config, folder.name, facts)

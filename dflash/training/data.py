@@ -1,7 +1,7 @@
-"""Encodes rows of text as token ids with a loss mask, and mixes sources by weight. It knows no model.
+"""Encodes rows of text as token ids with a loss mask, and mixes sources by weight. It imports no model.
 
-A row is a chat (`messages`, or ShareGPT's `conversations`), a `prompt` and its `completion`, plain `text`, or an answer of
-the target itself: `prompt_ids` and `response_ids`, which are taken token for token.
+A row is a chat (`messages`, or ShareGPT's `conversations`), a `prompt` and its `completion`, plain `text`, or an answer
+of the target itself: `prompt_ids` and `response_ids`, which are taken token for token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from .sources import FORMS, Source, read_rows
 
 # What ShareGPT calls the roles.
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-# At least one of the first rows, this many, has to be usable. A stream without a usable row would be read to its end.
+# At least one of the first `SEARCHED_ROWS` rows must be usable; a stream without one would otherwise be read to its
+# end.
 SEARCHED_ROWS = 10_000
 
 
@@ -39,14 +40,15 @@ def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Ex
     """Returns one row of data as an [`Example`], encoded with the tokenizer's chat template.
 
     Args:
-        row: `messages` (or `conversations`), in which every assistant turn is supervised; or `prompt` and `completion`, as text
-            or as lists of messages; or `text`, supervised from its second token on; or `prompt_ids` and `response_ids`.
+        row: `messages` (or `conversations`), in which every assistant turn is supervised; or `prompt` and `completion`,
+            as text or as lists of messages; or `text`, supervised from its second token on; or `prompt_ids` and
+            `response_ids`.
         tokenizer: The target's tokenizer. Without a chat template the text of a prompt is encoded as it is.
         template_kwargs: Arguments of the chat template, such as `enable_thinking=False`.
 
     Raises:
-        ValueError: for a row of another form, or a chat template that does not mark what the assistant says. A malformed row
-            may raise other errors, which [`named_row`] turns into a ValueError.
+        ValueError: for a row of another form, or a chat template that does not mark what the assistant says. A
+            malformed row may raise other errors, which [`named_row`] turns into a ValueError.
     """
     row = {name: value for name, value in row.items() if value is not None}  # tables hold every column in every row
     if "response_ids" in row:
@@ -66,7 +68,7 @@ def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Ex
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Facts] | None:
-    """Returns the messages of a chat, also of ShareGPT's form (`conversations`); `None` for a row that is no chat."""
+    """Returns the messages of a chat, also in ShareGPT's form (`conversations`); `None` if the row is not a chat."""
     if row.get("messages") is not None:
         return chat_messages(row["messages"])
     if row.get("conversations") is None:
@@ -79,7 +81,7 @@ def messages_of(row: Mapping[str, Any]) -> list[Facts] | None:
 
 
 def chat_messages(messages: Any) -> list[Facts]:
-    """Copies the messages of a row into new dicts; ValueError unless they are a list of objects with well-formed text."""
+    """Returns copies of a row's messages; ValueError unless they are a list of objects with well-formed text."""
     is_text_or_object = isinstance(messages, (str, Mapping))
     is_list = isinstance(messages, Iterable) and not is_text_or_object
     messages = list(messages) if is_list else messages
@@ -117,8 +119,8 @@ def _encode_completion(prompt: Any, completion: Any, tokenizer: Any, template_kw
     length = len(prompt_ids)
     if input_ids[:length] != prompt_ids:
         raise ValueError(
-            "The chat template writes this prompt differently when an answer follows, so the answer's first token is not "
-            "known: give rows of messages, or prompt and completion as text."
+            "The chat template writes this prompt differently when an answer follows, so the answer's first token is "
+            "not known: give rows of messages, or prompt and completion as text."
         )
     return with_response(prompt_ids, input_ids[length:])
 
@@ -126,7 +128,7 @@ def _encode_completion(prompt: Any, completion: Any, tokenizer: Any, template_kw
 def encode_prompt(prompt: Any, tokenizer: Any, **template_kwargs: Any) -> list[int]:
     """Returns the token ids of a user's text, or of a list of messages, up to where the assistant's answer begins.
 
-    ValueError if there is no chat template for messages, or if the template writes nothing.
+    ValueError if there are messages and no chat template, or if the template renders the prompt as an empty text.
     """
     if isinstance(prompt, str):
         if getattr(tokenizer, "chat_template", "") is None:
@@ -134,7 +136,9 @@ def encode_prompt(prompt: Any, tokenizer: Any, **template_kwargs: Any) -> list[i
         prompt = [{"role": "user", "content": prompt}]
     encoded = _apply_template(chat_messages(prompt), tokenizer, add_generation_prompt=True, **template_kwargs)
     if not encoded["input_ids"]:
-        raise ValueError("The chat template writes nothing of this prompt: correct it, or use the target's own.")
+        raise ValueError(
+            "The chat template renders this prompt as an empty text: correct the template, or use the target's own."
+        )
     return list(encoded["input_ids"])
 
 
@@ -146,8 +150,8 @@ def _token_ids(text: str, tokenizer: Any, **options: Any) -> list[int]:
 def _apply_template(messages: Any, tokenizer: Any, **options: Any) -> Any:
     if getattr(tokenizer, "chat_template", "") is None:
         raise ValueError(
-            "The tokenizer has no chat template, so messages cannot be written: set tokenizer.chat_template, or give rows "
-            "of text, or of prompt and completion as text."
+            "The tokenizer has no chat template, so messages cannot be rendered: set tokenizer.chat_template, or give "
+            "rows of text, or of prompt and completion as text."
         )
     return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
 
@@ -159,7 +163,7 @@ def _end(tokenizer: Any) -> list[int]:
 def with_response(
     prompt_ids: Sequence[int], response_ids: Sequence[int], response_mask: Sequence[int] | None = None
 ) -> Example:
-    """Returns an example of prompt and response, supervised where `response_mask` is 1 (default: all of the response)."""
+    """Returns an example of prompt and response, supervised where `response_mask` is 1 (default: everywhere)."""
     if response_mask is None:
         response_mask = [1] * len(response_ids)
     prompt_mask = [0] * len(prompt_ids)
@@ -185,7 +189,7 @@ class Wanted:
     shortest: int = 1
     longest: int | None = None
 
-    def takes(self, example: Example) -> bool:
+    def is_usable(self, example: Example) -> bool:
         """Whether the example is usable: its length is in the range, and a block may begin in it."""
         length = len(example)
         if self.longest is not None and length > self.longest:
@@ -206,9 +210,9 @@ def load_examples(
     """Reads a source and returns its rows as encoded examples, in the source's order.
 
     Args:
-        source: A file of JSON lines; a parquet, csv, arrow or text file, a folder of `Dataset.save_to_disk` or an id on the
-            Hub (`name` or `name:configuration`), which `datasets` reads; or rows, such as a `Dataset`.
-        tokenizer: The target's tokenizer. Rows of token ids need none.
+        source: A file of JSON lines; a parquet, csv, arrow or text file, a folder of `Dataset.save_to_disk` or an id on
+            the Hub (`name` or `name:configuration`), which `datasets` reads; or rows, such as a `Dataset`.
+        tokenizer: The target's tokenizer. Not needed for rows of token ids.
         split: The split of a data set that has several.
         max_length: Longer sequences are cut to this number of tokens.
         streaming: Read a data set only as far as `wanted` asks, without downloading it whole.
@@ -216,8 +220,8 @@ def load_examples(
         template_kwargs: Arguments of the chat template, such as `enable_thinking=False`.
 
     Raises:
-        ValueError: for a source without rows, one without a usable row among the first `SEARCHED_ROWS` if `wanted` is given,
-            or a row that `encode` refuses; the message names the row's number.
+        ValueError: for a source without rows, one without a usable row among the first `SEARCHED_ROWS` if `wanted` is
+            given, or a row that `encode` refuses; the message names the row's number.
         FileNotFoundError: for a file or data set that does not exist.
     """
     if isinstance(source, (str, os.PathLike)):
@@ -255,7 +259,7 @@ def encoded(
         yield example
         if wanted is None:
             continue
-        num_usable += wanted.takes(example)
+        num_usable += wanted.is_usable(example)
         if num_usable == wanted.samples:
             return
         if number == SEARCHED_ROWS and not num_usable:
@@ -263,8 +267,8 @@ def encoded(
             if wanted.longest is not None:
                 lengths = f"{wanted.shortest} to {wanted.longest}"
             raise ValueError(
-                f"None of the first {number:,} rows of {name} is usable ({lengths} tokens, two supervised ones in "
-                "a row): give longer answers, a smaller block_size or another min_length."
+                f"None of the first {number:,} rows of {name} is usable (usable means: {lengths} tokens, two "
+                "supervised ones in a row): give longer answers, a smaller block_size or another min_length."
             )
     if not number:
         raise ValueError(f"{name} holds no row: give {FORMS}.")
@@ -274,12 +278,14 @@ def parts_of(data: Source | Sequence[Source]) -> list[tuple[str, float | None]]:
     """Splits texts such as `"a.jsonl:0.7"` into pairs of source and weight. The weight is `None` if the text has none.
 
     Raises:
-        ValueError: for no source, a weight that is not above 0, or a weight of some sources only.
+        ValueError: for no source, a weight that is not a finite number above 0, or a weight of some sources only.
     """
     sources = [data] if isinstance(data, (str, os.PathLike)) else data
     parts = [_weighted(os.fspath(source)) for source in sources]
+    if not parts:
+        raise ValueError("data names no source: give a file, a folder or a Hub id.")
     unweighted = [source for source, weight in parts if weight is None]
-    if not parts or 0 < len(unweighted) < len(parts):
+    if 0 < len(unweighted) < len(parts):
         names = ", ".join(unweighted)
         raise ValueError(f"data without a weight beside others with one ({names}): give every part a weight, or none.")
     return parts
@@ -295,7 +301,8 @@ def _weighted(text: str) -> tuple[str, float | None]:
         return text, None
     if not 0 < weight < math.inf:
         raise ValueError(
-            f"data {text}: the weight {last} is not above 0: give a larger one, or leave this source out."
+            f"data {text}: the weight {last} is not a finite number above 0: give another one, or leave this source "
+            "out."
         )
     return source, weight
 
@@ -305,8 +312,9 @@ def mixed(
 ) -> tuple[Examples, Counter[str]]:
     """Joins the examples that the settings keep, mixed by `weights`; also returns how many are left out, by reason.
 
-    Weights are shares of the number of sequences. The part that is smallest for its weight is used whole, and from each other
-    part as many examples are drawn at random as its weight allows. Without weights all are used.
+    Weights are shares of the number of sequences. The part with the fewest sequences per unit of weight is used whole;
+    from the others, sequences are drawn at random in proportion to their weights. Without weights all sequences are
+    used.
 
     Raises:
         ValueError: if the settings keep no example of a part.
@@ -329,43 +337,46 @@ def mixed(
             raise ValueError(f"Part {number} of the data has no sequence left ({reasons}): {remedy}.")
         left_out += left_out_of_part
         places.append(kept)
-    shares = [weight for weight in weights if weight is not None]
-    if shares:
+    given_weights = [weight for weight in weights if weight is not None]
+    if given_weights:
         total = sum(map(len, places))
-        places = _drawn(places, shares, settings.seed)
-        left_out["to keep the shares of the mix"] = total - sum(map(len, places))
+        places = _drawn(places, given_weights, settings.seed)
+        left_out["for the weights of the mix"] = total - sum(map(len, places))
     kept_parts = list(map(selected, parts, places))
     return joined(kept_parts), +left_out
 
 
 def in_words(left_out: Counter[str]) -> str:
-    """The numbers of examples left out as text, such as `3 shorter than 8 tokens, 1 repeats of another one`."""
+    """Describes, as text, how many examples were left out and why.
+
+    An example: `3 shorter than 8 tokens, 1 that repeats another one`.
+    """
     return ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
 
 
-def _drawn(places: list[list[int]], shares: list[float], seed: int) -> list[list[int]]:
-    """Draws indices from each part in the ratio of `shares`, so that one part is drawn whole."""
-    unit = min(map(truediv, map(len, places), shares))
+def _drawn(places: list[list[int]], weights: list[float], seed: int) -> list[list[int]]:
+    """Draws indices from each part in the ratio of `weights`. One part is drawn whole."""
+    unit = min(map(truediv, map(len, places), weights))
     drawn = []
-    for number, share in enumerate(shares):
-        generator = random.Random(f"mix-{seed}-{number}")
-        count = max(1, round(unit * share))
-        drawn.append(sorted(generator.sample(places[number], count)))
+    for index, weight in enumerate(weights):
+        generator = random.Random(f"mix-{seed}-{index}")
+        count = max(1, round(unit * weight))
+        drawn.append(sorted(generator.sample(places[index], count)))
     return drawn
 
 
 def _reason(part: Examples, place: int, length: int, settings: TrainingSettings, digests: set[bytes]) -> str | None:
-    """Returns why the example at `place` is left out, or `None`. The hash of a kept one is added to `digests`."""
+    """Returns why the example at `place` is left out, or `None`. The hash of a kept example is added to `digests`."""
     if length < (settings.min_length or 0):
         return f"shorter than {settings.min_length} tokens"
-    if settings.longest is not None and length > settings.longest:
-        return f"longer than {settings.longest} tokens"
+    if settings.drop_above is not None and length > settings.drop_above:
+        return f"longer than {settings.drop_above} tokens"
     if not settings.deduplicate:
         return None
     tokens = part[place].token_array.tobytes()
     digest = hashlib.blake2b(tokens, digest_size=16).digest()
     if digest in digests:
-        return "repeats of another one"
+        return "that repeats another one"
     digests.add(digest)
     return None
 
@@ -378,7 +389,7 @@ def named_row(number: int, name: str) -> Iterator[None]:
     except ValueError as error:
         raise ValueError(f"Row {number} of {name}: {error}") from error
     except TemplateError as error:
-        raise ValueError(f"Row {number} of {name}: the chat template does not take it ({error}).") from error
+        raise ValueError(f"Row {number} of {name}: the chat template cannot render it ({error}).") from error
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         fault = f"{type(error).__name__}: {error}"
         raise ValueError(f"Row {number} of {name}: it is malformed ({fault}).") from error

@@ -19,11 +19,11 @@ from .examples import Examples, Prompts, lengths_of, selected
 def usable(
     examples: Examples, drafter: DFlashDraftModel, target: PreTrainedModel, announce: Announce = say_nothing
 ) -> Examples:
-    """Returns the examples that have a valid anchor and are at least a block long; announces how many are left out.
+    """Returns the examples that have a valid anchor and are at least a block long, and announces how many are not.
 
     Raises:
-        ValueError: if no example is left, if the mask token has another use in the target, or if an example holds the mask
-            token or an id outside the target's vocabulary.
+        ValueError: if no example is left, if the mask token has another use in the target, or if an example holds the
+            mask token or an id outside the target's vocabulary.
     """
     config, block_size = text_config(target), drafter.config.block_size
     mask_token_id = drafter.config.mask_token_id or 0
@@ -57,8 +57,8 @@ def usable(
         )
     if not places:
         raise ValueError(
-            f"None of {total} (the longest has {max(lengths_of(examples))} tokens) is as long as a block of "
-            f"{block_size} with two supervised tokens in a row: give longer answers, or a smaller block_size."
+            f"None of {total} (the longest has {max(lengths_of(examples))} tokens) has at least {block_size} tokens (a "
+            "block) and two supervised tokens in a row: give longer answers, or a smaller block_size."
         )
     if num_left_out:
         reason = "shorter than a block, or without two supervised tokens in a row"
@@ -71,14 +71,14 @@ def _check_tokens(token_ids: array[int], name: str, mask_token_id: int, vocab_si
     for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token_id < vocab_size:
             raise ValueError(
-                f"{name} holds the token id {token_id} but the target's vocabulary is {vocab_size}: encode the "
+                f"{name} holds the token id {token_id} but the target's vocabulary has {vocab_size} ids: encode the "
                 "data with the target's own tokenizer."
             )
     if mask_token_id in token_ids:
         raise ValueError(
             f"{name} holds the mask token ({mask_token_id}, at position {token_ids.index(mask_token_id)}), "
             "which the drafter would read as a position to fill: choose a mask_token_id that never occurs in text, or "
-            "take that sequence out."
+            "leave that sequence out."
         )
 
 
@@ -103,30 +103,31 @@ def check_mask_token(
     """Raises ValueError if the mask token is outside the vocabulary, or is the padding or an end-of-text token."""
     if not 0 <= mask_token_id < vocab_size:
         raise ValueError(
-            f"mask_token_id={mask_token_id} is no id of the target: choose one from 0 to {vocab_size - 1} that never occurs in "
-            "text."
+            f"mask_token_id={mask_token_id} is not an id of the target: choose one from 0 to {vocab_size - 1} that "
+            "never occurs in text."
         )
     meaning = None
     if mask_token_id in eos_token_ids:
-        meaning = f"an end-of-text ({mask_token_id})"
+        meaning = "an end-of-text"
     if mask_token_id == pad_token_id:
         meaning = "the padding"
     if meaning is not None:
         raise ValueError(
-            f"mask_token_id={mask_token_id} is also {meaning} token: choose an id that never occurs in text, such as an "
-            "unused one at the end of the vocabulary."
+            f"mask_token_id={mask_token_id} is also {meaning} token: choose an id that never occurs in text, such as "
+            "an unused one at the end of the vocabulary."
         )
 
 
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
     """Raises ValueError if the tokenizer cannot belong to a target with `vocab_size` embedding rows.
 
-    An embedding may have unused rows, but more than half must be used. A tokenizer may have up to 1 % more tokens than rows,
-    such as image tokens that a text-only target never reads: such an id is refused where it occurs in the data.
+    An embedding may have unused rows, but more than half must be used. A tokenizer may have up to 1 % more tokens than
+    the embedding has rows, such as image tokens that a text-only target never reads. Such an id is refused where it
+    occurs in the data.
     """
     size = len(tokenizer)
     if not vocab_size / 2 < size <= vocab_size * 1.01:
         raise ValueError(
-            f"The tokenizer knows {size} tokens and the target's vocabulary is {vocab_size}: they do not belong together; load "
-            "the tokenizer from the target's own folder or id."
+            f"The tokenizer has {size} tokens and the target's vocabulary {vocab_size}, so they do not belong "
+            "together: load the tokenizer from the target's own folder or id."
         )

@@ -1,4 +1,4 @@
-"""Whether this process computes on the CPU, and whether bf16 is fast on this machine. Defaults depend on both."""
+"""Says whether this process computes on the CPU, and whether bf16 is fast on this machine. Defaults depend on both."""
 
 import os
 

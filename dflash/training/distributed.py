@@ -1,4 +1,4 @@
-"""Training in several processes: a replicated or sharded (FSDP2) drafter, and its unsharded training state.
+"""Trains in several processes: shards a drafter (FSDP2), joins gradients and counts, and reads and loads full states.
 
 Losses, gradients and counts are summed over the processes.
 """
@@ -32,7 +32,8 @@ from .settings import Facts
 def asked_sharding(accelerator: Accelerator) -> Facts | None:
     """Returns the options of `fully_shard` that accelerate's configuration asks for; `None` if it asks for no sharding.
 
-    Precision and activation checkpointing of that configuration are ignored: the trainer has settings of its own for them.
+    Precision and activation checkpointing of that configuration are ignored: the trainer has settings of its own for
+    them.
 
     Raises:
         ValueError: for DeepSpeed, Megatron, FSDP 1, or parameters that are offloaded to the CPU.
@@ -48,7 +49,7 @@ def asked_sharding(accelerator: Accelerator) -> Facts | None:
         raise ValueError(f"{subject} FSDP {plugin.fsdp_version}: {remedy}.")
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         remedy = "write `fsdp_offload_params: false`"
-        raise ValueError(f"{subject} fsdp_offload_params, and a drafter is small: {remedy}.")
+        raise ValueError(f"{subject} fsdp_offload_params, which a drafter is too small to need: {remedy}.")
     return {"reshard_after_forward": plugin.reshard_after_forward}
 
 
@@ -62,7 +63,7 @@ def shard_drafter(drafter: DFlashDraftModel, **options: Any) -> None:
 
 
 def shard_layers(layers: Iterable[nn.Module], **options: Any) -> None:
-    """Shards each of `layers` in place. A target's embedding and head stay whole: the drafter calls them too."""
+    """Shards `layers` in place. A target's embedding and head stay whole, because the drafter calls them too."""
     for layer in layers:
         fully_shard(layer, **options)
 
@@ -75,7 +76,7 @@ def is_sharded(model: nn.Module) -> bool:
 def full_state(drafter: nn.Module, optimizers: Sequence[Optimizer]) -> Facts:
     """Returns the unsharded state dicts of the drafter, as `drafter`, and of each optimiser, as `optimizers`.
 
-    All processes must call it. If the drafter is sharded, only the first one gets the tensors.
+    All processes must call it. If the drafter is sharded, only the first process gets the tensors.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=is_sharded(drafter))
     return {
@@ -84,14 +85,14 @@ def full_state(drafter: nn.Module, optimizers: Sequence[Optimizer]) -> Facts:
     }
 
 
-def load_full_state(drafter: nn.Module, optimizers: Sequence[Optimizer], state: Facts) -> None:
+def load_optimizer_states(drafter: nn.Module, optimizers: Sequence[Optimizer], state: Facts) -> None:
     """Loads the optimiser states of a `full_state`. Load its weights earlier, before the drafter is sharded."""
     options = StateDictOptions(full_state_dict=True)
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         set_optimizer_state_dict(drafter, optimizer, saved, options=options)
 
 
-def whole_copy(drafter: DFlashDraftModel) -> DFlashDraftModel:
+def decodable(drafter: DFlashDraftModel) -> DFlashDraftModel:
     """Returns the drafter unsharded and with low-rank updates merged, to decode or save. All processes must call it.
 
     The result is a copy if the drafter is sharded or has such updates, else `drafter` itself.
@@ -110,8 +111,8 @@ def join_gradients(
 ) -> tuple[float, bool]:
     """Replaces the gradients of each process's loss sum by those of the mean loss over all processes, in place.
 
-    Returns this mean loss, and whether any process passed `stop`. Everything is summed in one message, because summing many
-    small tensors is mostly latency. The gradients of a sharded drafter were already summed by FSDP.
+    Returns this mean loss, and whether any process passed `stop`. Everything is summed in one message, because summing
+    many small tensors is mostly latency. The gradients of a sharded drafter were already summed by FSDP.
     """
     wish = counts.loss_sum.new_tensor(float(stop))
     figures = torch.stack([counts.loss_sum, counts.weight_sum, wish])
@@ -137,16 +138,16 @@ def join_gradients(
 
 
 def counts_of_each(accelerator: Accelerator, counts: DraftCounts) -> dict[str, Tensor]:
-    """Gathers the counts of all processes on the CPU: each tensor gets a leading dimension of processes.
+    """Gathers the counts of all processes on the CPU. The first dimension of each tensor is that of the processes.
 
-    They are not summed, because a resumed run that adds to the sum would round another way.
+    They are not summed, because a resumed run that adds to the sum would round differently.
     """
     gathered = counts.each(lambda count: accelerator.gather(count[None]))
     return vars(gathered.each(Tensor.cpu))
 
 
-def counts_of_share(accelerator: Accelerator, saved: dict[str, Tensor]) -> DraftCounts:
-    """Returns this process's share of counts from `counts_of_each`. All shares add up to the total."""
+def counts_of_process(accelerator: Accelerator, saved: dict[str, Tensor]) -> DraftCounts:
+    """Returns this process's part of counts from `counts_of_each`. The parts of all processes add up to the total."""
     index = accelerator.process_index
     num_processes = accelerator.num_processes
 

@@ -1,8 +1,9 @@
-"""Keeps the encoded sequences of a source as a table in the cache of `datasets`, which later starts map.
+"""Keeps the encoded sequences of a source as a table in the cache of `datasets`.
 
-`datasets` writes, maps, selects and joins the tables. Two things it does not do. Rows are encoded here one by one, because
-`Dataset.map` would read a source to its end, and JSON lines of different forms fit no table. A hash of each table is kept
-beside it, because `datasets` does not notice a damaged file.
+Later runs memory-map this table instead of encoding again. `datasets` writes, maps, selects and joins the tables. Two
+things are done here instead: rows are encoded one by one, because `Dataset.map` would read a source to its end, and
+JSON lines of different forms do not fit one table; and a hash of each table is kept beside it, because `datasets` does
+not notice a damaged file.
 """
 
 import json
@@ -23,9 +24,11 @@ from .examples import Example, Examples, ExampleTable
 from .sources import file_digest, open_source
 
 
-# Part of each table's key. Raise it when `encode` changes the ids of the same rows: older tables are then no longer used.
+# Part of each table's key. Raise it when `encode` changes the ids of the same rows: older tables are then no longer
+# used.
 ENCODING = 2
-# A source with fewer rows is not cached: encoding it is faster than importing `datasets` (0.6 s; a chat takes about 0.5 ms).
+# A source with fewer rows is not cached: encoding it is faster than importing `datasets` (0.6 s; a chat takes about 0.5
+# ms).
 CACHED_ROWS = 2000
 
 
@@ -40,11 +43,12 @@ def cached_examples(
     announce: Announce = say_nothing,
     **template_kwargs: Any,
 ) -> Examples:
-    """Returns the examples of [`load_examples`]. From `CACHED_ROWS` rows on, a source is encoded once and cached.
+    """Returns the examples of [`load_examples`], from a cache if there are many.
 
-    Processes that start together wait for the one that encodes. `announce` is told where the table is kept or, if it cannot
-    be written, why every start encodes anew. Old tables are not deleted. Other arguments and errors are those of
-    [`load_examples`].
+    A source with at least `CACHED_ROWS` rows, or a stream, is encoded once and cached, unless `wanted` asks for fewer
+    rows or the tokenizer is a slow one. Processes that start together wait for the one that encodes. `announce` is told
+    where the table is kept or, if it cannot be written, why every start encodes anew. Old tables are not deleted. Other
+    arguments and errors are those of [`load_examples`].
     """
     opened = open_source(source, split, streaming)
 
@@ -76,8 +80,8 @@ def cached_examples(
         lock.touch()
     except OSError as error:
         announce(
-            f"The encoded sequences of {source} cannot be kept in {path.parent} ({first_line(error)}), so every start encodes "
-            "them: make room there, or set HF_DATASETS_CACHE to a folder that can be written."
+            f"The encoded sequences of {source} cannot be kept in {path.parent} ({first_line(error)}), so every start "
+            "encodes them: make room there, or set HF_DATASETS_CACHE to a folder that can be written."
         )
         return list(encode_all())
     with FileLock(lock):
@@ -100,7 +104,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
         for name, value in tokenizer.init_kwargs.items()
         if name != "name_or_path"
         and not name.endswith("_file")
-        and value not in (None, {}, [])  # saving adds empty ones
+        and value not in (None, {}, [])  # saving a tokenizer adds empty options
     }
     return fingerprint(
         [
@@ -117,7 +121,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether there is a table at `path` whose hash equals the one that was written after it."""
+    """Whether there is a table at `path` whose hash equals the hash stored beside it."""
     digest = path.with_suffix(".digest")
     return path.exists() and digest.exists() and digest.read_text() == file_digest(path)
 

@@ -1,4 +1,4 @@
-"""Token sequences to train on, in a list or a memory-mapped table of `datasets`. It knows no text and no model."""
+"""Token sequences to train on, in a list or a memory-mapped table of `datasets`. It uses no tokenizer and no model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .settings import Facts
 class Example:
     """One training sequence: its token ids, and a mask that is 1 for each token that the drafter learns to propose.
 
-    `token_array` and `mask_array` take 5 bytes per token together. `rejected` holds the anchors of drafts that verification
-    rejected, if a [`Trace`] recorded them.
+    `token_array` and `mask_array` take 5 bytes per token together. `rejected` holds the anchors of drafts that
+    verification rejected, if a [`Trace`] recorded them.
     """
 
     token_array: array[int]
@@ -47,7 +47,7 @@ class Example:
 
     @property
     def has_anchor(self) -> bool:
-        """Whether a block may begin in this sequence: two supervised tokens follow each other."""
+        """Whether a block may begin in this sequence: it has two supervised tokens in a row."""
         return b"\1\1" in self.mask_array.tobytes()
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class Example:
         return f"Example({self.input_ids}, {self.loss_mask})"
 
     def cut(self, length: int) -> Example:
-        """Returns an example of the first `length` tokens; the example itself if it is not longer."""
+        """Returns an example of the first `length` tokens, or this example if it is not longer."""
         if len(self) <= length:
             return self
         rejected = [anchor for anchor in self.rejected if anchor < length]
@@ -86,7 +86,7 @@ class ExampleTable(Sequence[Example]):
 
     @staticmethod
     def features() -> Any:
-        """Returns the `datasets.Features` of the table: `input_ids`, `loss_mask` and `rejected`, each a list of integers."""
+        """Returns the `datasets.Features` of the table: lists of integers `input_ids`, `loss_mask` and `rejected`."""
         import datasets
 
         ids, mask = datasets.Value("int32"), datasets.Value("int8")
@@ -112,7 +112,7 @@ class ExampleTable(Sequence[Example]):
         return Example(*fields)
 
     def lengths_in(self, name: str) -> Any:
-        """Returns the length of each list in column `name` as an array of pyarrow. The lists themselves are not read."""
+        """Returns the length of each list in column `name`, as an array of pyarrow. The lists are not read."""
         from pyarrow import compute  # installed with `datasets`
 
         column = self.table.select_columns(name)[:].column(name)
@@ -124,14 +124,14 @@ Prompts = Sequence[Sequence[int]]  # their token ids
 
 
 def lengths_of(sequences: Sequence[Sized]) -> list[int]:
-    """Returns the length of each sequence as a list. Of a table only the lengths are read."""
+    """Returns the length of each sequence as a list. For an `ExampleTable`, the token ids are not read."""
     if isinstance(sequences, ExampleTable):
         return sequences.lengths_in("input_ids").to_pylist()
     return list(map(len, sequences))
 
 
 def has_rejected(examples: Examples) -> bool:
-    """Whether any example records drafts that verification rejected. Of a table only list lengths are read."""
+    """Whether any example records a rejected draft. For an `ExampleTable`, only the lengths of the lists are read."""
     if not isinstance(examples, ExampleTable):
         return any(example.rejected for example in examples)
     lengths = examples.lengths_in("rejected").to_numpy()
@@ -139,14 +139,17 @@ def has_rejected(examples: Examples) -> bool:
 
 
 def selected(examples: Examples, places: Iterable[int]) -> Examples:
-    """Returns the examples at the indices `places`: a list or, if `examples` is a table, a table without copies."""
+    """Returns the examples at the indices `places`, as a list or an `ExampleTable`.
+
+    For an `ExampleTable` the result is another table that shares its rows: nothing is copied.
+    """
     if isinstance(examples, ExampleTable):
         return ExampleTable(examples.table.select(places))
     return [examples[place] for place in places]
 
 
 def joined(parts: Sequence[Examples]) -> Examples:
-    """Concatenates the parts: to a table if one of them is a table, else to a list."""
+    """Returns all examples of the parts: a table if one of the parts is a table, else a list."""
     if not any(isinstance(part, ExampleTable) for part in parts):
         return [example for part in parts for example in part]
     import datasets
@@ -165,18 +168,21 @@ def _table(part: Examples) -> Any:
 
 
 def described(examples: Examples) -> Facts:
-    """Returns the numbers of examples and tokens, the longest answer, and a fingerprint. Reads each example once."""
-    answers = []  # supervised tokens of each example
+    """Returns the numbers of examples and tokens, and a fingerprint. Reads each example once.
+
+    `longest_answer` is the largest number of supervised tokens in one example.
+    """
+    num_supervised = []  # of each example
     digest = hashlib.sha256()
     for example in examples:
-        answers.append(sum(example.mask_array))
+        num_supervised.append(sum(example.mask_array))
         rejected = [example.rejected.tolist()] if example.rejected else []
         content = (example.input_ids, example.loss_mask, *rejected)
         digest.update(repr(content).encode())
     return {
         "examples": len(examples),
         "tokens": sum(lengths_of(examples)),
-        "supervised_tokens": sum(answers),
-        "longest_answer": max(answers, default=0),
+        "supervised_tokens": sum(num_supervised),
+        "longest_answer": max(num_supervised, default=0),
         "fingerprint": digest.hexdigest()[:16],
     }

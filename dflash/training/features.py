@@ -1,7 +1,7 @@
 """Keeps the target's hidden states of the data (features) on disk: sharded safetensors, and a manifest.
 
-A document's features depend on its own tokens alone, so they are found by a hash of these tokens. The manifest is written last:
-a folder without one is unfinished and is written again.
+A document's features depend on its own tokens alone, so they are found by a hash of these tokens. The manifest is
+written last: a folder without one is unfinished and is written again.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from .batches import PADDING_DOCUMENT, Batch, batch_indices, collate
 from .examples import Example, Examples, described, lengths_of
 from .frozen_target import FrozenTarget, TargetStates
 from .settings import Facts
-from .training_state import saving
+from .training_state import save_errors
 
 
 MANIFEST = "manifest.json"
@@ -84,7 +84,7 @@ class CachedFeatures:
 
 
 def facts_of(target: FrozenTarget, examples: Examples, wants_states: bool, precision: str = "no") -> Facts:
-    """Returns what features depend on (target, layers, precision, data), and whether last hidden states are included."""
+    """Returns what features depend on (target, layers, precision, data) and whether they include last hidden states."""
     return {
         "target": model_fingerprint(target.target),
         "target_layer_ids": list(target.drafter.config.target_layer_ids),
@@ -117,9 +117,9 @@ def write_features(
 ) -> None:
     """Writes the features of `examples` to `folder`, which is new, empty, or left unfinished by another write.
 
-    `facts` is the result of `facts_of`. It says in which precision the target runs, and whether its last hidden states are
-    written too. The target reads up to `batch_tokens` tokens per forward. `announce` is told how much is written; with
-    `announce`, a bar shows the progress.
+    `facts` is the result of `facts_of`. It says in which precision the target runs, and whether its last hidden states
+    are written too. The target reads up to `batch_tokens` tokens per forward. `announce` is told how much is written.
+    If `announce` is given, a progress bar is shown.
 
     Raises:
         ValueError: if the folder holds other files, or its disk has no room.
@@ -132,8 +132,8 @@ def write_features(
     free = shutil.disk_usage(folder).free
     if size > free:
         raise ValueError(
-            f"The features take {_mebibytes(size)} and {folder} has {_mebibytes(free)} left: train without features (online), "
-            "or with fewer sequences or layers."
+            f"The features take {_mebibytes(size)} and {folder} has {_mebibytes(free)} left: leave features out, or "
+            "train with fewer sequences or layers."
         )
     writer = _ShardWriter(folder, shard_bytes)
     is_bf16 = facts["mixed_precision"] == "bf16"
@@ -146,8 +146,8 @@ def write_features(
         dynamic_ncols=True,
     )
     with bar:
-        for numbers in batch_indices(lengths_of(examples), batch_tokens, random.Random(0)):
-            documents = [examples[number] for number in numbers]
+        for indices in batch_indices(lengths_of(examples), batch_tokens, random.Random(0)):
+            documents = [examples[index] for index in indices]
             batch = collate(documents, [[]] * len(documents), pad_token_id=0)
             with autocast:
                 states = target(batch, facts["has_last_states"])
@@ -159,7 +159,7 @@ def write_features(
             bar.update(len(documents))
         writer.close_shard()
     manifest = facts | {"bytes": size, "shards": writer.shards, "documents": writer.documents}
-    with saving("features", folder, "they are not whole"):
+    with save_errors("features", folder, "they are incomplete"):
         write_text(folder / MANIFEST, json.dumps(manifest) + "\n")
 
 
@@ -178,7 +178,10 @@ class _ShardWriter:
         self._waiting: dict[str, list[Tensor]] = {}
 
     def add(self, document: Example, rows: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Adds a document's states, tensors [S, width] by name, without right padding, unless it was added before."""
+        """Adds a document's states, tensors [S, width] by name, without right padding.
+
+        Does nothing if the document was added before.
+        """
         key = key_of(document.token_array)
         if key in self.documents:
             return
@@ -198,7 +201,7 @@ class _ShardWriter:
             return
         name = f"features-{len(self.shards):05d}.safetensors"
         tensors = {name: torch.cat(parts) for name, parts in self._waiting.items()}
-        with saving("features", self._folder, "they are not whole"):
+        with save_errors("features", self._folder, "they are incomplete"):
             save_file(tensors, str(self._folder / name))
         self.shards.append(name)
         self._waiting.clear()
@@ -211,7 +214,7 @@ def _clear(folder: Path) -> None:
     others = {*folder.iterdir()} - unfinished
     strangers = sorted(path.name for path in others)
     if strangers:
-        raise ValueError(f"{folder} holds {strangers[0]}, which no write of features left there: give a new folder.")
+        raise ValueError(f"{folder} holds {strangers[0]}, which is not a file of features: give a new folder.")
     for path in unfinished:
         path.unlink()
 
@@ -223,7 +226,7 @@ def key_of(input_ids: Sequence[int]) -> str:
 
 
 def documents_of(batch: Batch) -> Iterator[tuple[int, slice]]:
-    """Yields for every document of a batch the index of its sequence and the slice of its columns."""
+    """Yields, for each document of a batch, the index of its sequence and the slice of its columns."""
     for sequence, document_ids in enumerate(batch.document_ids.tolist()):
         for document in sorted({*document_ids} - {PADDING_DOCUMENT}):
             begin = document_ids.index(document)

@@ -1,6 +1,6 @@
 """Runs the frozen target over a batch: features for the drafter and, for some losses, the last hidden states.
 
-The target runs without a cache and computes at most one column of logits.
+The target runs without a cache, unless its layers share keys, and computes the logits of the last column only.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class TargetStates:
 
 
 def can_pack(target: PreTrainedModel) -> bool:
-    """Whether `target` can read packed documents. Recurrent layers, and attention without 4-D masks, would mix them."""
+    """Whether `target` can read packed documents. Recurrent layers and attention without 4-D masks would mix them."""
     is_attention = {*layer_types(target)} <= {"full_attention", "sliding_attention"}
     return is_attention and text_config(target)._attn_implementation in PACKING_ATTENTION
 
@@ -61,7 +61,7 @@ class FrozenTarget:
         self.layout = Layout.of(target, drafter.config.target_layer_ids)
         self.config = text_config(target)
         self._layers = decoder_layers(target)
-        taps = [self._layers[number] for number in drafter.config.target_layer_ids]
+        taps = [self._layers[index] for index in drafter.config.target_layer_ids]
         owners = (module for module in target.modules() if getattr(module, "layers", None) is self._layers)
         self._read = [*taps, next(owners)]  # the modules whose outputs are the states
         self._is_head_known = False
@@ -73,18 +73,19 @@ class FrozenTarget:
         Packed documents do not see each other.
 
         Raises:
-            ValueError: for packed documents that this target cannot keep apart, or, with `wants_states`, if `logits` cannot
-                compute the target's logits from its last hidden states.
+            ValueError: for packed documents that this target cannot keep apart, or, with `wants_states`, if `logits`
+                cannot compute the target's logits from its last hidden states.
         """
         batch = batch.to(self.target.device)
         options = self._masks(batch.document_ids)
         num_sequences, length = batch.input_ids.shape
-        if self.layout.shares_keys:  # such layers read their keys from a cache
+        if self.layout.shares_keys:  # layers that share keys read them from a cache
             options[self.layout.cache_name] = PreallocatedCache(len(self._layers), length, num_sequences)
         with tapped(self._read) as outputs:
             logits = self.target(
                 input_ids=batch.input_ids,
-                logits_to_keep=torch.tensor([length - 1]),  # as a number, Gemma 4 would skip the other columns
+                # A tensor, because for an int Gemma 4 would skip the other columns.
+                logits_to_keep=torch.tensor([length - 1]),
                 use_cache=self.layout.shares_keys,
                 return_dict=True,
                 **options,
@@ -97,15 +98,15 @@ class FrozenTarget:
         return TargetStates(features, last_hidden_state)
 
     def head(self, states: Tensor) -> Tensor:
-        """Applies the target's language-model head to states [..., D]; returns [..., V], before the scaling of `logits`."""
+        """Returns the output [..., V] of the target's language-model head for states [..., D], without scaling."""
         return head(self.target, states)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Returns the target's embeddings [..., D] of token_ids [...], scaled as the drafter reads them, on its device."""
+        """Returns the target's embeddings [..., D] of token_ids [...], scaled for the drafter and on its device."""
         return embed(self.target, self.drafter, token_ids)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Computes the target's logits [M, V] from its last hidden states [M, D], with the scaling and cap of its config."""
+        """Returns the target's logits [M, V] of its last hidden states [M, D], scaled and capped as in its config."""
         logits, config = self.head(states), self.config
         factor = getattr(config, "logit_scale", 1.0)
         divisor = getattr(config, "logits_scaling", 1.0)
@@ -116,8 +117,8 @@ class FrozenTarget:
     def _masks(self, document_ids: Tensor) -> Facts:
         """Returns the `position_ids` and `attention_mask` that keep packed documents apart; empty if none are packed.
 
-        A document that is alone in its sequence needs no mask, because only padding follows it. ValueError if the target cannot
-        keep documents apart.
+        A document that is alone in its sequence needs no mask, because only padding follows it. ValueError if the
+        target cannot keep documents apart.
         """
         if not (document_ids > 0).any():
             return {}
@@ -126,9 +127,9 @@ class FrozenTarget:
             linear = sorted(types & set(LINEAR_TYPES))
             layers = f", layers of type {', '.join(linear)}" if linear else ""
             raise ValueError(
-                f"{type(self.target).__name__} (attn_implementation={self.config._attn_implementation!r}{layers}) cannot keep "
-                "packed documents apart: leave pack_length out, or load it with attn_implementation='sdpa' if it has "
-                "attention layers only."
+                f"{type(self.target).__name__} (attn_implementation={self.config._attn_implementation!r}{layers}) "
+                "cannot keep packed documents apart: leave pack_length out, or load the target with "
+                "attn_implementation='sdpa' if it has attention layers only."
             )
         window = getattr(self.config, "sliding_window", None)
         windows = {"full_attention": None, "sliding_attention": window}
@@ -142,7 +143,7 @@ class FrozenTarget:
     def _check_head(self, states: Tensor, logits: Tensor) -> None:
         """Raises ValueError unless `logits` of states [B, D] gives the target's logits [B, V]. Checks only once.
 
-        A family whose forward changes its logits in another way would teach the drafter wrong ones.
+        If a family's forward changes its logits in another way, the drafter would learn from wrong logits.
         """
         if self._is_head_known:
             return
@@ -151,7 +152,7 @@ class FrozenTarget:
         error = (computed - expected.to(states.device)).abs().max()
         if error > 0.05 * expected.std():
             raise ValueError(
-                f"The logits of {type(self.target).__name__} are not its head's over the last hidden state (they differ by "
+                f"The logits of {type(self.target).__name__} differ from its head applied to the last hidden state (by "
                 f"{error.item():.3g}): train with loss='ce', which does not read them."
             )
         self._is_head_known = True

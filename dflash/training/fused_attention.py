@@ -1,8 +1,8 @@
 """Blockwise attention on a CPU with torch's fused kernel, which never stores the scores of the context.
 
-The kernel computes the attention to the context. The few scores of a block to itself are computed separately. The two results
-are merged by the logarithms of their softmax denominators, as in ring attention (arXiv 2310.01889). With the merged output
-and denominator, the kernel's own backward pass returns the gradients of the joint softmax.
+The kernel computes the attention to the context. The few scores of a block to itself are computed separately. The two
+results are merged by the logarithms of their softmax denominators, as in ring attention (arXiv 2310.01889). With the
+merged output and denominator, the kernel's own backward pass returns the gradients of the joint softmax.
 """
 
 from typing import Any
@@ -56,13 +56,13 @@ class FusedBlocks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of queries, keys and values, and `None` for the masks."""
         (context_key, context_value, context_mask, query, block_key, block_value, block_mask, output, joint) = (
             ctx.saved_tensors
         )
-        of_query, of_context_key, of_context_value = _backward(
-            gradient.flatten(2, 3),
+        query_gradient, context_key_gradient, context_value_gradient = _backward(
+            output_gradient.flatten(2, 3),
             query.flatten(2, 3),
             context_key,
             context_value,
@@ -75,13 +75,21 @@ class FusedBlocks(torch.autograd.Function):
         )
         scores = _own_scores(query, block_key, block_mask)
         weights = (scores - joint).exp()
-        mean = _wide(gradient * output).sum(dim=-1, keepdim=True)
-        of_weights = _wide(gradient @ block_value.mT)
-        of_scores = (weights * (of_weights - mean)).to(query.dtype)
-        of_query = of_query.view_as(query) + of_scores @ block_key
-        of_block_key = of_scores.mT @ query
-        of_block_value = weights.to(query.dtype).mT @ gradient
-        return of_context_key, of_context_value, None, of_query, of_block_key, of_block_value, None
+        mean = _wide(output_gradient * output).sum(dim=-1, keepdim=True)
+        weights_gradient = _wide(output_gradient @ block_value.mT)
+        scores_gradient = (weights * (weights_gradient - mean)).to(query.dtype)
+        query_gradient = query_gradient.view_as(query) + scores_gradient @ block_key
+        block_key_gradient = scores_gradient.mT @ query
+        block_value_gradient = weights.to(query.dtype).mT @ output_gradient
+        return (
+            context_key_gradient,
+            context_value_gradient,
+            None,
+            query_gradient,
+            block_key_gradient,
+            block_value_gradient,
+            None,
+        )
 
 
 def _own_scores(query: Tensor, block_key: Tensor, block_mask: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ SHARED_FIELDS = (
     "rope_parameters",
 )
 
-# Size of the published drafters' attention heads. Smaller heads are initialised so that their scores can be as large.
+# Size of the published drafters' attention heads. Smaller heads are initialised so that their scores
+# can be as large as those of heads of this size.
 HEAD_DIM = 128
 # Default number of tokens in a block, anchor included.
 BLOCK_SIZE = 16
@@ -53,7 +54,8 @@ MASK_TOKENS = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
 def spread_taps(num_target_layers: int, num_taps: int = 5) -> list[int]:
     """Returns the indices of the target layers that a drafter reads (taps), spread as in the paper.
 
-    If the paper's rule gives fewer than `num_taps`, they are spread over all layers but the last. Small targets have fewer.
+    If the paper's rule gives fewer than `num_taps`, they are spread over all layers but the last. Targets with few
+    layers get fewer taps.
 
     Example:
         >>> spread_taps(36), spread_taps(5)
@@ -78,7 +80,7 @@ def new_drafter(
     from_target: bool = False,
     **fields: Any,
 ) -> DFlashDraftModel:
-    """Returns a new drafter for `target`, with random weights or with copies of the weights of target layers.
+    """Returns a new drafter for `target`, with random weights or with copies of the weights of the target's layers.
 
     Args:
         target: The model to draft for.
@@ -87,9 +89,9 @@ def new_drafter(
         block_size: Tokens in a block, anchor included.
         num_taps: Number of target layers that the drafter reads, chosen by `spread_taps`.
         sliding_window: Attention window of every layer, in positions. Default: no window.
-        from_target: Copy weights of the target's layers, as `begin_at_target` does. Default: random weights.
-        fields: Other fields of `DFlashConfig`: the `target_layer_ids` themselves, `is_causal`, or fields that differ from the
-            target's, such as `intermediate_size`.
+        from_target: Copy weights of the target's layers, as `copy_target_weights` does. Default: random weights.
+        fields: Other fields of `DFlashConfig`: the `target_layer_ids` themselves, `is_causal`, or fields that differ
+            from the target's, such as `intermediate_size`.
 
     Raises:
         ValueError: for a shape that no drafter can have.
@@ -109,22 +111,23 @@ def new_drafter(
     }
     shape |= window_fields(num_hidden_layers, sliding_window) | fields
     drafter = DFlashDraftModel(DFlashConfig(**shape))
-    begin_head(drafter, target)
+    initialize_head(drafter, target)
     if from_target:
-        begin_at_target(drafter, target)
+        copy_target_weights(drafter, target)
     return drafter
 
 
-def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
+def copy_target_weights(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     """Copies weights of the target's layers into the drafter, in place, wherever name and shape agree.
 
-    The copied layers are spread evenly from the first to the last, as in DistilBERT (arXiv 1910.01108): the input of a block
-    is embeddings, which the first layer was trained to read. The mean over the tapped layers is added to the random `fc`, so
-    that the copied projections of keys and values read the residual stream that they were trained on.
+    The copied layers are spread evenly from the first to the last, as in DistilBERT (arXiv 1910.01108): the input of a
+    block consists of embeddings, which the first layer was trained to read. The mean over the tapped layers is added to
+    the random `fc`, so that the copied projections of keys and values read the residual stream that they were trained
+    on.
 
-    If the target does not normalise queries and keys, heads smaller than `HEAD_DIM` get larger norm weights, so that their
-    scores can be as large as those of heads of `HEAD_DIM`: with weights of 1 the largest score is the square root of the
-    head's size.
+    If the target does not normalise queries and keys, heads smaller than `HEAD_DIM` get larger norm weights, so that
+    their scores can be as large as those of heads of `HEAD_DIM` channels: with weights of 1 the largest score is the
+    square root of the head's size.
     """
     config = drafter.config
     layers = decoder_layers(target)
@@ -134,8 +137,8 @@ def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     num_strides = max(1, len(drafter.layers) - 1)
     with torch.no_grad():
         for place, layer in enumerate(drafter.layers):
-            number = round(place * last / num_strides)
-            source = layers[number]
+            index = round(place * last / num_strides)
+            source = layers[index]
             for name, weight in layer.named_parameters():
                 is_copied = _copy(source, name, weight)
                 if not is_copied and name.endswith(NORMS_OF_SCORES):
@@ -149,7 +152,7 @@ def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
 
 
 def _copy(source: nn.Module, name: str, weight: Tensor) -> bool:
-    """Copies the weight `name` of `source` into `weight` if it exists in the same shape; returns whether it did."""
+    """Copies the weight `name` of `source` into `weight` if it exists in the same shape; returns whether it does."""
     value = _target_weight(source, name)
     if value is None or value.shape != weight.shape:
         return False
@@ -157,25 +160,25 @@ def _copy(source: nn.Module, name: str, weight: Tensor) -> bool:
     return True
 
 
-def begin_head(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
+def initialize_head(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     """Initialises the drafter's Domino or DSpark head in place. A head of another kind keeps its random weights."""
     for name in drafter.head_names():
-        if name in BEGINNINGS:
-            BEGINNINGS[name](drafter, target)
+        if name in INITIALIZERS:
+            INITIALIZERS[name](drafter, target)
 
 
 @torch.no_grad()
-def begin_dspark(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
-    """Initialises DSpark's head in place so that it has no effect: the biases of all pairs of tokens are 0."""
+def initialize_dspark(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
+    """Initialises DSpark's head in place so that it has no effect: the bias of each pair of tokens is 0."""
     drafter.get_parameter("markov_head.markov_w2.weight").zero_()
 
 
 @torch.no_grad()
-def begin_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
-    """Initialises Domino's head in place: without effect, and with a token table from the target's head.
+def initialize_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
+    """Initialises Domino's head in place so that it has no effect, with a token table from the target's head.
 
-    The rows of the table are the rows of the target's head, projected onto its strongest directions. Random rows would first
-    have to learn these. If the target's head is quantised or has another shape, the rows stay random.
+    The rows of the table are the rows of the target's head, projected onto its strongest directions. Random rows would
+    first have to learn these directions. If the target's head is quantised or has another shape, the rows stay random.
     """
     mix, _, table = drafter.get_submodule("embed_proj").children()
     mix.get_parameter("weight").zero_()
@@ -196,9 +199,9 @@ def begin_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
 
 
 # The function that initialises a head, by the name of the head's module.
-BEGINNINGS: dict[str, Callable[[DFlashDraftModel, PreTrainedModel], None]] = {
-    "embed_proj": begin_domino,
-    "markov_head": begin_dspark,
+INITIALIZERS: dict[str, Callable[[DFlashDraftModel, PreTrainedModel], None]] = {
+    "embed_proj": initialize_domino,
+    "markov_head": initialize_dspark,
 }
 
 
@@ -209,7 +212,7 @@ def _target_weight(module: nn.Module, name: str) -> Tensor | None:
     """
     path, _, leaf = name.rpartition(".")
     if path == "post_attention_layernorm" and hasattr(module, "pre_feedforward_layernorm"):
-        path = "pre_feedforward_layernorm"  # Gemma's name of that place
+        path = "pre_feedforward_layernorm"  # Gemma's name of this norm
     try:
         owner = module.get_submodule(path)
         owner.get_parameter(leaf)
@@ -224,11 +227,13 @@ def _target_weight(module: nn.Module, name: str) -> Tensor | None:
             return weight.clone()
         if "RMSNorm" not in type(owner).__name__:
             return None
-        return owner(torch.ones_like(weight)[None])[0]  # the factor of the norm: some families store it less 1
+        return owner(torch.ones_like(weight)[None])[
+            0
+        ]  # the factor of the norm: some families store the factor minus 1
 
 
 def window_fields(num_hidden_layers: int, sliding_window: int | None) -> Facts:
-    """Returns the config fields that give all layers a sliding window of this size, or full attention for `None`."""
+    """Returns the config fields that give all layers this sliding window, or full attention for `None`."""
     if sliding_window is None:
         return {"layer_types": ["full_attention"] * num_hidden_layers}
     types = ["sliding_attention"] * num_hidden_layers

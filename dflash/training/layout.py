@@ -1,7 +1,8 @@
 """Lays out all blocks of a batch as the queries of one drafter forward: ids, labels, positions, masks.
 
-Dimensions: B sequences, S their (padded) length, A anchors each, N block size, R = A * N queries. It knows no model. Decoding
-uses the same predicate (`attention_dflash.sees`), so a training forward computes what many decoding forwards would.
+Dimensions: B sequences, S their (padded) length, A anchors each, N block size, R = A * N queries. It runs no model.
+Decoding uses the same predicate (`attention_dflash.sees`), so a training forward computes what many decoding forwards
+would.
 """
 
 from collections.abc import Callable
@@ -27,17 +28,21 @@ Visibility = Callable[[Any, Any, Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The queries of a forward and what the drafter should propose at each; query r is position `r % N` of block `r // N`."""
+    """The queries of a forward, and what the drafter should propose at each.
+
+    Query r is position `r % N` of block `r // N`.
+    """
 
     token_ids: Tensor  # [B, R], the anchor's token, then mask tokens
-    # [B, R], the token at the query's own position, or the next one if `sample_from_anchor`; undefined where none is learned.
+    # [B, R], the token at the query's own position, or the next one if `sample_from_anchor`; undefined where none is
+    # learned.
     labels: Tensor
-    is_learned: Tensor  # bool [B, R], whether the query's proposal is trained: up to the end of the anchor's response
+    is_trained: Tensor  # bool [B, R], whether the query's proposal is trained: up to the end of the anchor's response
     # [B, R], columns of the tokens before the labels; the target's logits there predict the labels
     previous: Tensor
     position_ids: Tensor  # [B, S + R], of the context, then of the queries
-    # By layer type, whether a query sees a key: bool [B, 1, R, S + R]; for "blockwise" the context's keys and those of the
-    # query's own block, [B, 1, R, S + N]; for "flex_attention" its `BlockMask`.
+    # By layer type, whether a query sees a key: bool [B, 1, R, S + R]; for "blockwise" the context's keys and those of
+    # the query's own block, [B, 1, R, S + N]; for "flex_attention" its `BlockMask`.
     attention_mask: Facts
 
 
@@ -56,7 +61,8 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
 def packed_causal_mask(document_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """Returns an additive causal mask [B, 1, S, S] in which a token sees its own document only.
 
-    With `window`, keys must be less than `window` positions away. Padding counts as a document, so that every token sees a key.
+    With `window`, keys must be less than `window` positions away. Padding counts as a document, so that every token
+    sees a key.
     """
     length = document_ids.shape[1]
     positions = torch.arange(length, device=document_ids.device)
@@ -76,9 +82,9 @@ def lay_out_blocks(
 ) -> BlockLayout:
     """Returns the layout of the blocks that begin at `anchors`, with masks in the form that `attention` takes.
 
-    A query sees the context of its own document strictly before its anchor, and its own block. It sees no other block, even
-    one that overlaps its own. An absent anchor has queries too, to keep the shape; they are not trained and nothing else sees
-    them.
+    A query sees the context of its own document strictly before its anchor, and its own block. It sees no other block,
+    even one that overlaps its own. An absent anchor has queries too, to keep the shape; these are not
+    trained, and no other query sees them.
     """
     length, block_size = input_ids.shape[1], config.block_size
     ahead = int(config.sample_from_anchor)  # distance from a query's position to its label's
@@ -97,9 +103,9 @@ def lay_out_blocks(
     is_same_document = at(document_ids) == anchor_documents[:, :, None]
     is_response = at(loss_mask) & is_same_document
     is_response &= in_sequence & exists[:, :, None]
-    is_learned = is_response.long().cumprod(dim=2).bool()
+    is_trained = is_response.long().cumprod(dim=2).bool()
     if not ahead:
-        is_learned[:, :, 0] = False  # the anchor is known
+        is_trained[:, :, 0] = False  # the anchor is known
 
     token_ids = torch.full_like(columns, config.mask_token_id)
     token_ids[:, :, 0] = input_ids.gather(1, first)
@@ -114,7 +120,7 @@ def lay_out_blocks(
     return BlockLayout(
         token_ids.flatten(1),
         at(input_ids).flatten(1),
-        is_learned.flatten(1),
+        is_trained.flatten(1),
         (columns - 1).clamp(min=0).flatten(1),
         position_ids,
         masks,
@@ -125,12 +131,12 @@ class _Places(NamedTuple):
     """Where tokens are: tensors [B, A] for anchors, [B, S] for the context, [B, R] for queries, [B, S + R] for keys."""
 
     positions: Tensor  # the token's position in its document
-    blocks: Tensor  # the number of its block, -1 for the context
+    blocks: Tensor  # the index of its block, -1 for the context
     documents: Tensor  # the id of its document
 
 
 def _masks(context: _Places, anchors: _Places, config: DFlashConfig, attention: str) -> tuple[Tensor, Facts]:
-    """Returns the positions [B, S + R] of all keys, and for each layer type its mask in the form that `attention` takes."""
+    """Returns the positions [B, S + R] of all keys, and the mask of each layer type in the form for `attention`."""
     block_size = config.block_size
     places = [values.repeat_interleave(block_size, 1) for values in anchors]
     anchor_positions, blocks, documents = places  # [B, R]
@@ -192,7 +198,10 @@ def _mask(visible: Visibility, queries: _Places, keys: _Places, block_size: int,
 def _dense_mask(
     visible: Visibility, shape: tuple[int, int, int], device: torch.device, keys: Tensor | None = None
 ) -> Tensor:
-    """Evaluates `visible` to a bool mask [B, 1, Q, K]. `keys` [1 or Q, K] are the keys of each query, by default all."""
+    """Evaluates `visible` to a bool mask [B, 1, R, K].
+
+    `keys`, [1, K] or [R, K], holds the indices of the keys of each query. Default: all keys.
+    """
     batch, queries, num_keys = shape
     b = torch.arange(batch, device=device)[:, None, None]
     q = torch.arange(queries, device=device)[:, None]
@@ -202,11 +211,11 @@ def _dense_mask(
 
 
 def _blockwise_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device, block_size: int) -> Tensor:
-    """Returns a bool mask [B, 1, Q, S + N]: each query's mask over the context, then over its own block."""
+    """Returns a bool mask [B, 1, R, S + N]: each query's mask over the context, then over its own block."""
     _, queries, keys = shape
     length = keys - queries
     own_keys = torch.arange(length, keys, device=device).view(-1, 1, block_size)  # [A, 1, N]
-    own_keys = own_keys.expand(-1, block_size, -1).flatten(0, 1)  # [Q, N]
+    own_keys = own_keys.expand(-1, block_size, -1).flatten(0, 1)  # [R, N]
     context = _dense_mask(
         visible,
         shape,
@@ -218,7 +227,10 @@ def _blockwise_mask(visible: Visibility, shape: tuple[int, int, int], device: to
 
 
 def _block_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device) -> Any:
-    """Returns the `BlockMask` of flex attention, which skips unseen tiles. Off CUDA it is made from a mask [Q, K]."""
+    """Returns the `BlockMask` of flex attention, which skips unseen tiles.
+
+    On other devices than CUDA it is made from a mask [R, K].
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, queries, keys = shape

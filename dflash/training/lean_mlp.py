@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 def lean_mlps(drafter: Any) -> Iterator[None]:
     """Inside the `with`, the drafter's MLPs keep two tensors of their width for the backward pass, not four.
 
-    The other two, the activation and the product, are recomputed elementwise. The down projection is not recomputed; its
-    weight is, if that has a low-rank update. Layers with gradient checkpointing are not changed, nor are MLPs whose forward
-    was replaced.
+    The other two, the activation and the product, are recomputed elementwise. The down projection is not recomputed. If
+    its weight has a low-rank update, the updated weight is recomputed. Layers with gradient checkpointing and MLPs
+    whose forward was replaced are not changed.
     """
     layers = [layer for layer in drafter.layers if not layer.gradient_checkpointing]
     mlps: list[Any] = [layer.mlp for layer in layers if "forward" not in vars(layer.mlp)]

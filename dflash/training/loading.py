@@ -29,7 +29,7 @@ from .data_checks import check_mask_token, check_tokenizer, usable
 from .device import computes_in_bf16
 from .encoding_cache import cached_examples
 from .examples import Example, Examples, Prompts, has_rejected, selected
-from .initialization import BLOCK_SIZE, begin_head, find_mask_token, new_drafter, window_fields
+from .initialization import BLOCK_SIZE, find_mask_token, initialize_head, new_drafter, window_fields
 from .settings import Facts, TrainingSettings
 from .sources import Source, read_rows
 
@@ -39,9 +39,10 @@ SHORTEST_PROMPT = 8
 
 # Settings that change the config of an initial drafter (`init`).
 CHANGEABLE = ("block_size", "mask_token_id", "is_causal")
-CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")  # fields of a config, what `confidence` adds
-# Settings of the parts that can be added to an initial drafter. A part that is added has no effect at first
-# (convolutions, Domino's and DSpark's heads), or little (the selector).
+# Config fields that the setting `confidence` turns on.
+CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
+# Settings of the parts that can be added to an initial drafter. At first, an added part has no effect (convolutions,
+# Domino's and DSpark's heads) or little effect (the selector).
 PART_SETTINGS = (
     "conv_kernel_size",
     "conv_group_size",
@@ -83,9 +84,9 @@ def prepare(
     parts = parts_of(data)
     sources = [source for source, _ in parts]
     weights = [weight for _, weight in parts]
-    ready, tables = load(target, sources, settings, announce)
-    evaluation = None if settings.eval_data is None else tables.pop()
-    ready.examples = _mixed(tables, weights, settings, announce)
+    ready, source_examples = load(target, sources, settings, announce)
+    evaluation = None if settings.eval_data is None else source_examples.pop()
+    ready.examples = _mixed(source_examples, weights, settings, announce)
     if evaluation is None:
         take_prompts(ready, settings, announce)
         return ready
@@ -96,18 +97,18 @@ def prepare(
 
 
 def prepare_domain(
-    ready: Prepared, source: str, table: Examples, settings: TrainingSettings, announce: Announce
+    ready: Prepared, source: str, source_examples: Examples, settings: TrainingSettings, announce: Announce
 ) -> Prepared:
-    """Returns the models of `ready` with the examples of `table`, some held out. `source` names them in errors.
+    """Returns the models of `ready` with `source_examples`, some of them held out. `source` names them in errors.
 
     Raises:
         ValueError: if no example can be held out.
     """
-    examples = _mixed([table], [None], settings, announce)
+    examples = _mixed([source_examples], [None], settings, announce)
     if not min(settings.held_out, len(examples) // 10):
         raise ValueError(
-            f"{source} has {len(examples)} usable sequences, and none is held out to see what accepts more: give ten or more, "
-            "and a held_out above 0."
+            f"{source} has {len(examples)} usable sequences and held_out is {settings.held_out}, so none can be held "
+            "out to measure acceptance: give ten sequences or more, and a held_out above 0."
         )
     domain = replace(ready, examples=examples)
     take_prompts(domain, settings, announce)
@@ -117,7 +118,7 @@ def prepare_domain(
 def load(
     target: Source, sources: Sequence[str], settings: TrainingSettings, announce: Announce
 ) -> tuple[Prepared, list[Examples]]:
-    """Returns the models, without data, and the usable examples of each source and, last, of `eval_data`.
+    """Returns the models, without data, and the usable examples of each source, those of `eval_data` last.
 
     The data is read first, so that wrong data is refused before the target is loaded. Errors are those of `prepare`.
     """
@@ -125,14 +126,14 @@ def load(
     with _named_target(target):
         tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=settings.trust_remote_code)
         config = AutoConfig.from_pretrained(target, trust_remote_code=settings.trust_remote_code)
-    start = _starting_drafter(settings)
-    init_weights = None if start is None else model_fingerprint(start)
+    initial_drafter = _initial_drafter(settings)
+    init_weights = None if initial_drafter is None else model_fingerprint(initial_drafter)
     positions = max_positions(cast("Any", SimpleNamespace(config=config)))
-    wanted = _wanted(settings, start)
+    wanted = _wanted(settings, initial_drafter)
     bounds = [(source, wanted) for source in sources]
     if settings.eval_data is not None:  # read whole, unless it is streamed
         bounds.append((settings.eval_data, wanted if settings.streaming else None))
-    tables = [
+    source_examples = [
         _read(
             source,
             tokenizer,
@@ -148,7 +149,7 @@ def load(
     check_tokenizer(tokenizer, vocab_size)
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)
-        drafter = make_drafter(model, tokenizer, settings, start)
+        drafter = make_drafter(model, tokenizer, settings, initial_drafter)
     check_pair(model, drafter)
     ends = {tokenizer.eos_token_id} - {None}
     check_mask_token(
@@ -158,18 +159,18 @@ def load(
         ends,
     )
     ready = Prepared(model, tokenizer, drafter, [], [], init_weights)
-    usable_tables = [
+    usable_examples = [
         _usable(
             source,
-            table,
+            examples,
             target,
             ready,
             settings,
             announce,
         )
-        for (source, _), table in zip(bounds, tables, strict=True)
+        for (source, _), examples in zip(bounds, source_examples, strict=True)
     ]
-    return ready, usable_tables
+    return ready, usable_examples
 
 
 def _read(
@@ -180,10 +181,10 @@ def _read(
     wanted: Wanted | None,
     announce: Announce,
 ) -> Examples:
-    """Returns the encoded examples of a source, cut to the length that the settings and the target's positions allow."""
+    """Returns the encoded examples of a source, cut to the length that settings and target allow."""
     longest = settings.max_length
-    if settings.longest is not None:
-        longest = settings.longest + 1  # so that a sequence that is too long is recognised
+    if settings.drop_above is not None:
+        longest = settings.drop_above + 1  # so that a sequence above the limit is recognised
     limits = [limit for limit in (longest, positions) if limit is not None]
     examples = cached_examples(
         source,
@@ -196,9 +197,9 @@ def _read(
         enable_thinking=settings.thinking,
     )
     if wanted is not None:
-        count = sum(map(wanted.takes, examples))
+        count = sum(map(wanted.is_usable, examples))
         if count < wanted.samples:
-            announce(f"{source} has {count:,} usable rows, not {wanted.samples:,}.")
+            announce(f"{source} has only {count:,} usable rows; samples asks for {wanted.samples:,}.")
     return examples
 
 
@@ -210,7 +211,7 @@ def _usable(
     settings: TrainingSettings,
     announce: Announce,
 ) -> Examples:
-    """Returns the usable examples of a source; ValueError, with its name, for wrong data or another target's trace."""
+    """Returns the usable examples of a source; ValueError that names it for wrong data or another target's trace."""
     try:
         if has_rejected(examples):
             rows = read_rows(source, settings.split, settings.streaming)
@@ -222,38 +223,38 @@ def _usable(
 
 
 def _mixed(
-    tables: Sequence[Examples], weights: Sequence[float | None], settings: TrainingSettings, announce: Announce
+    parts: Sequence[Examples], weights: Sequence[float | None], settings: TrainingSettings, announce: Announce
 ) -> Examples:
-    examples, left_out = mixed(tables, weights, settings)
+    examples, left_out = mixed(parts, weights, settings)
     if left_out:
         announce(f"Left out: {in_words(left_out)}.")
     return examples
 
 
-def _starting_drafter(settings: TrainingSettings) -> DFlashDraftModel | None:
-    """Loads the initial drafter (`init`) in fp32; `None` if there is none, ValueError if a setting needs one."""
+def _initial_drafter(settings: TrainingSettings) -> DFlashDraftModel | None:
+    """Loads the initial drafter (`init`) in fp32. Returns `None` without `init`; ValueError if a setting needs it."""
     if settings.init is not None:
         with without_load_report():
             return DFlashDraftModel.from_pretrained(settings.init, dtype=torch.float32)
-    remedy = "give init (--init), or leave it out"
+    remedy = "give init (--init), or leave"
     if settings.lora_rank is not None:
-        raise ValueError(f"lora_rank={settings.lora_rank} changes a trained drafter: {remedy}.")
+        raise ValueError(f"lora_rank={settings.lora_rank} changes a trained drafter: {remedy} lora_rank out.")
     if settings.freeze_init:
-        raise ValueError(f"freeze_init keeps the weights of a trained drafter: {remedy}.")
+        raise ValueError(f"freeze_init keeps the weights of a trained drafter: {remedy} freeze_init out.")
     return None
 
 
-def _wanted(settings: TrainingSettings, start: DFlashDraftModel | None) -> Wanted | None:
+def _wanted(settings: TrainingSettings, initial_drafter: DFlashDraftModel | None) -> Wanted | None:
     """Returns how many usable examples to take from each source, and how long they may be; `None` to take all.
 
-    The shortest usable length is a block's, by the settings or else by the initial drafter `start`.
+    The shortest usable length is that of a block, which the settings or else `initial_drafter` decide.
     """
     if settings.samples is None:
         return None
-    block_size = BLOCK_SIZE if start is None else start.config.block_size
+    block_size = BLOCK_SIZE if initial_drafter is None else initial_drafter.config.block_size
     block_size = settings.block_size or block_size
     shortest = max(block_size, settings.min_length or 0)
-    return Wanted(settings.samples, shortest, settings.longest)
+    return Wanted(settings.samples, shortest, settings.drop_above)
 
 
 def _load_target(target: Source, settings: TrainingSettings) -> PreTrainedModel:
@@ -267,9 +268,9 @@ def _load_target(target: Source, settings: TrainingSettings) -> PreTrainedModel:
 
 
 def take_prompts(ready: Prepared, settings: TrainingSettings, announce: Announce) -> None:
-    """Moves `settings.held_out` examples, at most a tenth, to the held-out prompts; announces if they are fewer.
+    """Moves `settings.held_out` examples, at most a tenth, to the held-out prompts; announces if there are fewer.
 
-    ValueError if there are not even as many examples.
+    ValueError if there are fewer than `held_out` examples.
     """
     count, wanted = len(ready.examples), settings.held_out
     most = count // 10
@@ -279,7 +280,9 @@ def take_prompts(ready: Prepared, settings: TrainingSettings, announce: Announce
     ready.examples, ready.held_out = hold_out(ready.examples, wanted, settings.seed)
     if most >= wanted:
         return
-    result = f"{most} are, not {wanted}" if most else "true acceptance is not measured, and the last weights are kept"
+    result = "tau is not measured, and the last weights are kept"
+    if most:
+        result = f"{most} are held out instead of {wanted}"
     announce(f"The {subject} {result}.")
 
 
@@ -297,7 +300,7 @@ def _named_target(target: Source) -> Iterator[None]:
     """Inside the `with`, turns an error that the user can fix into a ValueError that names the target."""
     try:
         yield
-    except Exception as error:  # transformers raises different types, also ValueError for a name that can be no Hub id
+    except Exception as error:  # transformers raises different types, even ValueError for a name that is not a Hub id
         sentence = as_sentence(error)
         if sentence is None:
             raise
@@ -305,14 +308,15 @@ def _named_target(target: Source) -> Iterator[None]:
         if reason == OWN_CODE:
             raise ValueError(f"The target {target}: {reason}.") from error
         raise ValueError(
-            f"The target {target} cannot be loaded ({reason}): give a local folder, or an id on the Hub that can be reached."
+            f"The target {target} cannot be loaded ({reason}): give a local folder, or an id on the Hub that can be "
+            "reached."
         ) from error
 
 
 def answers_of(data: Source, target: PreTrainedModel, announce: Announce = say_nothing) -> Facts | None:
     """Returns the manifest that `dflash regenerate` wrote beside the file `data`; `None` if there is no such manifest.
 
-    `announce` is told if answers are missing, or if another target wrote them. ValueError for a damaged manifest.
+    `announce` is told if answers are missing or were written by another target. ValueError for a damaged manifest.
     """
     path = Path(data).expanduser()
     if not path.is_file() or not manifest_path(path).is_file():
@@ -331,27 +335,30 @@ def answers_of(data: Source, target: PreTrainedModel, announce: Announce = say_n
 
 
 def make_drafter(
-    target: PreTrainedModel, tokenizer: Any, settings: TrainingSettings, start: DFlashDraftModel | None = None
+    target: PreTrainedModel,
+    tokenizer: Any,
+    settings: TrainingSettings,
+    initial_drafter: DFlashDraftModel | None = None,
 ) -> DFlashDraftModel:
-    """Returns the drafter to train: a new one in fp32 of the shape that the settings give, or `start`, the drafter of `init`.
+    """Returns the drafter to train: a new one in fp32, shaped by the settings, or the `initial_drafter` of `init`.
 
-    `start` gets the fields and parts that the settings change or add; `freeze_init` freezes its weights here. ValueError for
-    settings that do not fit the target or `start`.
+    The settings can change config fields of `initial_drafter`, and add parts to it; with `freeze_init` its weights are
+    frozen here. ValueError for settings that do not fit the target or `initial_drafter`.
     """
     shape = settings.chosen(SHAPE)
     changes = settings.chosen(CHANGEABLE)
     if "gru_hidden_dim" in shape:
         shape.setdefault("pure_draft_prefix_len", 1)
-    if settings.confidence:  # it reads the previous token too, as published confidence heads do
+    if settings.confidence:  # the confidence head reads the previous token too, as published ones do
         shape |= dict.fromkeys(CONFIDENCE, True)
-    if start is not None:
-        return _changed_drafter(target, settings, start, shape, changes)
+    if initial_drafter is not None:
+        return _changed_drafter(target, settings, initial_drafter, shape, changes)
     config = text_config(target)
     last = config.num_hidden_layers - 1
     if settings.num_taps is not None and settings.num_taps > last:
         raise ValueError(
-            f"num_taps={settings.num_taps}: the target has {last + 1} layers, all but the last of which can be read: give at "
-            f"most {last}."
+            f"num_taps={settings.num_taps}: the target has {last + 1} layers, all but the last of which can be read: "
+            f"give at most {last}."
         )
     if settings.mask_token_id is None:
         changes["mask_token_id"] = find_mask_token(tokenizer, config.vocab_size)
@@ -367,53 +374,54 @@ def make_drafter(
 def _changed_drafter(
     target: PreTrainedModel,
     settings: TrainingSettings,
-    start: DFlashDraftModel,
+    initial_drafter: DFlashDraftModel,
     shape: Facts,
     changes: Facts,
 ) -> DFlashDraftModel:
-    """Returns `start` with the config fields `changes`, and with the parts added that the fields `shape` describe.
+    """Returns `initial_drafter` with the config fields `changes`, and with the parts that the fields `shape` describe.
 
-    With `freeze_init`, only the added parts remain trainable or, if none is added, the parts that `start` has. ValueError if
-    `shape` describes a part that `start` has already, or a size that its weights determine.
+    With `freeze_init`, only the added parts remain trainable or, if none is added, the parts that `initial_drafter`
+    has. ValueError if `shape` describes a part that `initial_drafter` has already, or a size that the weights of
+    `initial_drafter` determine.
     """
-    config = copy.deepcopy(start.config)
+    config = copy.deepcopy(initial_drafter.config)
     missing = [name for name in (*PART_SETTINGS, *CONFIDENCE) if not getattr(config, name)]
     added = {name: shape.pop(name) for name in missing if name in shape}
     if shape:
         raise ValueError(
-            f"init={settings.init!r} has weights of its own shape: leave out {', '.join(shape)}, or leave out init to begin "
-            "with a new drafter."
+            f"The weights of init={settings.init!r} fix {_settings_in(shape)}: leave these settings out, or leave init "
+            "out to begin with a new drafter."
         )
-    weights = start.state_dict()
-    modules = start.head_names()
+    weights = initial_drafter.state_dict()
+    modules = initial_drafter.head_names()
     parts = {name for name in weights if "_conv." in name or name.split(".")[0] in modules}
     if settings.freeze_init and not added and not parts:
         raise ValueError(
-            f"freeze_init: init={settings.init!r} has no part of DFlash2, Domino or DSpark and is given none, so nothing would "
-            "be trained: give head, or conv_kernel_size and conv_group_size, or leave it out."
+            f"freeze_init: init={settings.init!r} has no part of DFlash2, Domino or DSpark and is given none, so "
+            "nothing would be trained: give head, or conv_kernel_size and conv_group_size, or leave freeze_init out."
         )
     if added and settings.lora_rank is not None:
         raise ValueError(
-            f"lora_rank={settings.lora_rank} trains existing matrices only and would leave what {', '.join(added)} adds "
-            "untrained: leave it out."
+            f"lora_rank={settings.lora_rank} trains existing matrices only, and {_settings_in(added)} would add "
+            "untrained ones: leave lora_rank out."
         )
     if "conv_kernel_size" in added and config.input_embedding_scale is None:
         if hasattr(target.get_input_embeddings(), "embed_scale"):
             raise ValueError(
-                f"conv_kernel_size={added['conv_kernel_size']} cannot be added to init={settings.init!r}, which reads the target's "
-                "embeddings scaled; convolutions read them unscaled: leave conv_kernel_size out."
+                f"conv_kernel_size={added['conv_kernel_size']} cannot be added to init={settings.init!r}, which reads "
+                "scaled embeddings of the target, while convolutions read unscaled ones: leave conv_kernel_size out."
             )
         changes["input_embedding_scale"] = 1.0
     if settings.sliding_window is not None:
         changes |= window_fields(config.num_hidden_layers, settings.sliding_window)
-    drafter = start
+    drafter = initial_drafter
     if changes or added:
         for name, value in (changes | added).items():
             setattr(config, name, value)
         config.complete()
         config.dflash_config = {}  # the older copy of the same fields
         drafter = DFlashDraftModel(config)
-        begin_head(drafter, target)
+        initialize_head(drafter, target)
         drafter.load_state_dict(drafter.state_dict() | weights)
     if settings.freeze_init:
         frozen = weights.keys() if added else weights.keys() - parts
@@ -422,8 +430,14 @@ def _changed_drafter(
     return drafter
 
 
+def _settings_in(shape: Facts) -> str:
+    """Returns the names of the settings that gave the config fields `shape`, as text."""
+    names = ["confidence" if name in CONFIDENCE else name for name in shape]
+    return ", ".join(dict.fromkeys(names))
+
+
 def hold_out(examples: Examples, count: int, seed: int) -> tuple[Examples, list[list[int]]]:
-    """Draws `count` examples, at most a tenth; returns the remaining examples, and the prompts of the drawn ones."""
+    """Draws `count` examples, at most a tenth of all; returns the other examples, and the prompts of those drawn."""
     total = len(examples)
     most = total // 10
     generator = random.Random(f"held-out-{seed}")
@@ -435,7 +449,10 @@ def hold_out(examples: Examples, count: int, seed: int) -> tuple[Examples, list[
 
 
 def prompt_of(example: Example) -> list[int]:
-    """Returns the token ids before the first supervised one; at least `SHORTEST_PROMPT`, or half of a shorter sequence."""
+    """Returns the token ids before the first supervised one, or all ids if none is supervised.
+
+    They are at least the first `SHORTEST_PROMPT` ids of the sequence, or the first half of it if that is fewer.
+    """
     length = len(example)
     first = example.mask_array.index(1) if 1 in example.mask_array else length
     shortest = min(SHORTEST_PROMPT, length // 2)

@@ -1,8 +1,8 @@
-"""The losses of a drafter, the weights of positions, and acceptance counts. It knows tensors, no model and no data.
+"""Computes the losses of a drafter, the weights of positions and acceptance counts, from tensors alone.
 
-Dimensions: M rows (positions with a label), D hidden size, V vocabulary, G blocks, P proposing positions of a block, K
-candidates. Results are kept as sums and counts, so that they do not depend on how data is cut into batches, processes and
-steps.
+It imports no model and no data. Dimensions: M rows (positions with a label), D hidden size, V vocabulary, G blocks, P
+proposing positions of a block, K candidates. Results are kept as sums and counts, so that they do not depend on how
+data is cut into batches, processes and steps.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ CHUNK_LOGITS = 2**26
 # The paper's decay for its block sizes.
 PAPER_GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
 
-# Names of the losses that `_losses_of_rows` computes.
-# ce, as in the paper: -log q(label). forward_kl, as in JetSpec: KL(p || q) from the drafter's distribution q to the target's p.
+# Names of the losses that `_losses_of_rows` computes. ce, as in the paper: -log q(label). forward_kl, as in JetSpec:
+# KL(p || q) from the drafter's distribution q to the target's p.
 LOSSES = get_args(LossName)
 
 Head = Callable[[Tensor], Tensor]
-# A rule that weighs positions: a function of the drafter's probability of each label [G, P] and of whether the position is
-# trained, bool [G, P], that returns the weights [G, P].
+# A rule that weighs positions: a function of the drafter's probability of each label [G, P] and of whether the position
+# is trained, bool [G, P], that returns the weights [G, P].
 PositionWeights = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -50,28 +50,29 @@ def default_gamma(block_size: int) -> float:
 def decay_weights(gamma: float) -> PositionWeights:
     """Returns the paper's rule: the k-th proposal weighs exp(-(k - 1) / gamma).
 
-    An early token weighs more, because a wrong one wastes all later ones. Positions that are not trained weigh 0.
+    An early token weighs more, because a wrong token wastes all later ones. Positions that are not trained weigh 0.
     """
 
-    def weights(confidences: Tensor, is_learned: Tensor) -> Tensor:
-        places = torch.arange(is_learned.shape[1], device=is_learned.device)
-        return torch.exp(-places / gamma) * is_learned
+    def weights(label_probs: Tensor, is_trained: Tensor) -> Tensor:
+        places = torch.arange(is_trained.shape[1], device=is_trained.device)
+        return torch.exp(-places / gamma) * is_trained
 
     return weights
 
 
 def dpace_weights(alpha: float) -> PositionWeights:
-    """Returns D-PACE's rule (arXiv 2605.18810): a token weighs what confidence in it adds to the accepted length.
+    """Returns D-PACE's rule (arXiv 2605.18810): tokens are weighted by their effect on the accepted length.
 
-    Token k is assumed to be accepted with probability (1 - alpha) q_k + alpha, where q_k is the drafter's probability of its
-    label, and the first m tokens with the product of their probabilities. The weight of token k is the sum of these products
-    over m >= k. No gradient flows through the weights.
+    The weight of a token is the derivative of the expected accepted length with respect to the logarithm of its
+    acceptance probability. Token k is assumed to be accepted with probability (1 - alpha) q_k + alpha, where q_k is the
+    drafter's probability of its label, and the first m tokens with the product of their probabilities. The weight of
+    token k is the sum of these products over m >= k. No gradient flows through the weights.
     """
 
-    def weights(confidences: Tensor, is_learned: Tensor) -> Tensor:
-        # A position that is not learned ends its block: nothing from there on can be accepted.
-        chances = (1.0 - alpha) * confidences.detach() + alpha
-        accepted = (chances * is_learned).cumprod(dim=1)
+    def weights(label_probs: Tensor, is_trained: Tensor) -> Tensor:
+        # A position that is not trained ends its block: no token from there on can be accepted.
+        chances = (1.0 - alpha) * label_probs.detach() + alpha
+        accepted = (chances * is_trained).cumprod(dim=1)
         return accepted.flip(1).cumsum(dim=1).flip(1)
 
     return weights
@@ -95,7 +96,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class RowLosses:
-    """The sum of some rows' weighted losses, the sum of their weights, and which rows were predicted correctly."""
+    """The sum of the weighted losses of some rows, the sum of the weights, and which rows were predicted correctly."""
 
     loss_sum: Tensor  # scalar with gradient
     weight_sum: Tensor  # scalar
@@ -107,7 +108,7 @@ class RowLosses:
 def chunked_loss(
     hidden_states: Tensor,  # [M, D]
     labels: Tensor,  # [M]
-    weights: Tensor | Callable[[Tensor], Tensor],  # [M]; a function of the log-probabilities [M]
+    weights: Tensor | Callable[[Tensor], Tensor],  # [M], or a function of the log-probabilities [M] that returns [M]
     head: Head,
     chunk_rows: int | None = None,
     *,
@@ -117,23 +118,24 @@ def chunked_loss(
 ) -> RowLosses:
     """Returns the weighted loss of `head(hidden_states)`, computed `chunk_rows` rows at a time to save memory.
 
-    The loss of a row depends on no other row. So the gradient of a chunk is computed for weights of 1 as soon as its logits
-    exist, and is scaled by the weights in the backward pass. No logits are kept or recomputed, and weights may depend on all
-    rows.
+    The loss of a row depends on no other row. So the gradient of a chunk is computed for weights of 1 as soon as its
+    logits exist, and is scaled by the weights in the backward pass. No logits are kept or recomputed, and weights may
+    depend on all rows.
 
     Args:
         hidden_states: The drafter's hidden states.
         labels: The token of the data that each row should predict.
         weights: The weights of the rows, or a function that computes them from the log-probabilities of all labels.
-        head: Function from hidden states [m, D] to logits [m, V]. Its weights are frozen: only `hidden_states` gets a gradient.
-        chunk_rows: Number of rows in a chunk. Default: as many as have `CHUNK_LOGITS` logits, so that memory does not grow
-            with V.
+        head: Function from hidden states [m, D] to logits [m, V]. Its weights must be frozen: only `hidden_states`
+            gets a gradient.
+        chunk_rows: Number of rows in a chunk. Default: `rows_of_chunk(V)`, so that memory does not grow with V.
         loss: One of `LOSSES`.
         teacher: The target, for losses that read its logits.
         num_candidates: Number K of `Candidates` to return for each row; 0 returns none.
 
     Raises:
-        ValueError: for an unknown loss, a loss that needs a `teacher` if there is none, or a head with trainable weights.
+        ValueError: for an unknown loss, a loss that needs a `teacher` if there is none, or a head with trainable
+            weights.
     """
     if not reads_target(loss):
         teacher = None
@@ -189,9 +191,11 @@ def _losses_of_rows(
 
 
 class _ChunkedRows(torch.autograd.Function):
-    """Returns each row's loss, label log-probability and whether it is correct, all [M], and its candidates.
+    """Computes the losses and the candidates of all rows, in chunks.
 
-    The candidates are logits and token ids, both [M, K]. Only the losses have a gradient, which goes to `hidden_states`.
+    `apply` returns, for each row, the loss, the log-probability of the label, and whether the argmax is the label, all
+    [M]; then the logits and the token ids of the candidates, both [M, K]. Only the losses have a gradient, which goes
+    to `hidden_states`.
     """
 
     @staticmethod
@@ -234,7 +238,7 @@ class _ChunkedRows(torch.autograd.Function):
 
 
 def _wide(logits: Tensor) -> Tensor:
-    """Converts to fp32, unless the dtype is wider. Argmax is faster then too: it is slow in bf16."""
+    """Returns the logits in fp32, or in their own dtype if it is wider. Argmax is slow in bf16."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -250,9 +254,9 @@ def head_loss(
 ) -> Tensor:
     """Returns the summed loss of a causal head: the weighted cross entropy of its choice among each row's candidates.
 
-    The loss of a row is 0 if its label is not among its candidates. If the head predicts a confidence, the binary cross
-    entropy of its greedy choice being the label is added for all rows. Only the head gets a gradient: the rest of the drafter
-    learns what it would learn without a head.
+    The loss of a row is 0 if its label is not among its candidates. If the head predicts a confidence, a binary cross
+    entropy is added for every row; its label is whether the head's greedy choice is right. Only the head gets a
+    gradient: the rest of the drafter learns what it would learn without a head.
     """
 
     def chunk(*parts: Tensor) -> Tensor:
@@ -298,7 +302,7 @@ def head_loss(
 
 
 def rows_of_chunk(vocab_size: int) -> int:
-    """Returns the number of rows, at least 1, that have `CHUNK_LOGITS` logits together."""
+    """Returns the largest number of rows with at most `CHUNK_LOGITS` logits in all; at least 1."""
     return max(1, CHUNK_LOGITS // vocab_size)
 
 
@@ -321,7 +325,10 @@ class DraftCounts:
         return DraftCounts(*map(change, vars(self).values()))
 
     def summary(self) -> Facts:
-        """Returns mean loss, accuracy at each position of a draft, accepted tokens per block, and the latter's two counts."""
+        """Returns mean loss, accuracy at each position of a draft, and accepted tokens per block.
+
+        It also has the two counts of that quotient, `accepted` and `blocks`.
+        """
         loss = self.loss_sum / self.weight_sum.clamp(min=1e-9)
         accuracy = self.correct / self.rows.clamp(min=1)
         accepted_per_block = self.accepted / self.blocks.clamp(min=1)
@@ -339,22 +346,22 @@ SUMMARY = ("loss", "accuracy", "accepted_per_block", "accepted", "blocks")  # wh
 
 def count_drafts(
     is_correct: Tensor,  # bool [..., P]
-    is_learned: Tensor,  # bool [..., P]
+    is_trained: Tensor,  # bool [..., P]
     loss_sum: Tensor,
     weight_sum: Tensor,
 ) -> DraftCounts:
     """Returns the counts of some blocks, without gradient. Leading dimensions of the masks are flattened.
 
-    Accepted tokens are counted block by block. A product of mean accuracies would be far too low, because the proposals of a
-    block depend on each other.
+    Accepted tokens are counted block by block. A product of mean accuracies would be far too low, because the proposals
+    of a block depend on each other.
     """
-    learned = is_learned.flatten(0, -2)
-    right = is_correct.flatten(0, -2) & learned
+    trained = is_trained.flatten(0, -2)
+    right = is_correct.flatten(0, -2) & trained
     return DraftCounts(
         loss_sum=loss_sum.detach(),
         weight_sum=weight_sum.detach(),
         correct=right.sum(dim=0),
-        rows=learned.sum(dim=0),
+        rows=trained.sum(dim=0),
         accepted=right.long().cumprod(dim=1).sum(),
-        blocks=learned.any(dim=1).sum(),
+        blocks=trained.any(dim=1).sum(),
     )

@@ -15,6 +15,7 @@ from .layout import BlockLayout, lay_out_blocks
 from .lean_mlp import lean_mlps
 from .losses import (
     DraftCounts,
+    PositionWeights,
     RowLosses,
     Teacher,
     chunked_loss,
@@ -25,22 +26,38 @@ from .losses import (
     head_loss,
     reads_target,
 )
-from .settings import TrainingSettings
+from .settings import PositionWeightsName, TrainingSettings
 
 
-# The number of positions that the head gets is rounded up to a multiple of this, so that few shapes occur: for each new shape
-# kernels are selected, and on a CPU compiled.
+# The number of positions that the head gets is rounded up to a multiple of this, so that few shapes occur: torch
+# selects kernels for each new shape and, on a CPU, compiles them.
 ROW_STEP = 256
+
+
+def _decay(settings: TrainingSettings, block_size: int) -> PositionWeights:
+    return decay_weights(settings.gamma or default_gamma(block_size))
+
+
+def _dpace(settings: TrainingSettings, block_size: int) -> PositionWeights:
+    return dpace_weights(settings.dpace_alpha)
+
+
+# By name, the function that makes the rule of `position_weights` from the settings and the block size.
+POSITION_WEIGHTS: dict[PositionWeightsName, Callable[[TrainingSettings, int], PositionWeights]] = {
+    "decay": _decay,
+    "dpace": _dpace,
+}
 
 
 class DrafterLoss:
     """Computes the drafter's loss on a batch, with the target's embedding and head.
 
     Args:
-        pair: The frozen target and its drafter.
-        settings: The recipe. Only the settings of the loss are read. Default: the recipe `short`.
+        frozen_target: The frozen target and its drafter.
+        settings: The recipe. Only the settings of the loss and `chunk_rows` are read. Default: the recipe `short`.
         network: Function that runs the drafter's forward, such as the compiled drafter. Default: the drafter.
-        states_of: Function that returns the target's states of a batch, such as those on disk. Default: the target's forward.
+        states_of: Function that returns the target's states of a batch, such as a reader of those on disk. Default: the
+            target's forward.
 
     Raises:
         ValueError: for a drafter with a language-model head of its own, which would not be trained.
@@ -48,58 +65,57 @@ class DrafterLoss:
 
     def __init__(
         self,
-        pair: FrozenTarget,
+        frozen_target: FrozenTarget,
         settings: TrainingSettings | None = None,
         network: Callable[..., Any] | None = None,
         states_of: Callable[[Batch, bool], TargetStates] | None = None,
     ) -> None:
-        self.pair = pair
-        self.drafter: Any = pair.drafter
+        self.frozen_target = frozen_target
+        self.drafter: Any = frozen_target.drafter
         self.config = self.drafter.config
         self.settings = settings = settings or TrainingSettings()
         self.network = self.drafter if network is None else network
-        self.states_of = pair if states_of is None else states_of
-        gamma = settings.gamma or default_gamma(self.config.block_size)
-        is_dpace = settings.position_weights == "dpace"
-        self.weights = dpace_weights(settings.dpace_alpha) if is_dpace else decay_weights(gamma)
+        self.states_of = frozen_target if states_of is None else states_of
+        make_weights = POSITION_WEIGHTS[settings.position_weights]
+        self.weights = make_weights(settings, self.config.block_size)
         if self.drafter.lm_head is not None:
             raise ValueError(
-                f"The drafter has a head of its own over {self.config.draft_vocab_size} tokens, which is not trained here: "
-                "start from one that uses its target's head."
+                f"The drafter has a head of its own over {self.config.draft_vocab_size} tokens, which is not trained "
+                "here: start from a drafter that uses its target's head."
             )
 
     def __call__(self, batch: Batch) -> tuple[Tensor, DraftCounts]:
-        """Returns the weighted losses of all blocks, summed, with gradient, and counts such as the weights' sum."""
+        """Returns the sum of all weighted losses (scalar, with gradient), and the batch's `DraftCounts`."""
         attention = self.attention(batch.input_ids.device)
         layout = lay_out_blocks(*batch, self.config, attention)
         states = self.states_of(batch, reads_target(self.settings.loss))
         hidden_states = self._forward(layout, states.features, attention)  # [B * R, D]
 
         first = self.config.block_size - self.config.num_proposals  # 1, unless the anchor's position proposes too
-        is_learned = layout.is_learned.view(-1, self.config.block_size)
-        learned = _Learned(is_learned, first)
+        is_trained = layout.is_trained.view(-1, self.config.block_size)
+        trained = _TrainedPositions(is_trained, first)
         sequences = torch.arange(len(batch.input_ids), device=layout.previous.device)
         length = batch.input_ids.shape[1]
         places_before = layout.previous + sequences[:, None] * length  # in the flattened batch
-        labels = learned.gather(layout.labels)
+        labels = trained.gather(layout.labels)
 
         def weigh(log_probs: Tensor) -> Tensor:  # [M] -> [M]
-            confidences = learned.scatter(log_probs.exp())
-            weights = self.weights(confidences, learned.proposals)
+            label_probs = trained.scatter(log_probs.exp())
+            weights = self.weights(label_probs, trained.proposals)
             weights = functional.pad(weights, (first, 0))
-            return learned.gather(weights) * learned.is_real
+            return trained.gather(weights) * trained.is_real
 
         teacher = None
         if states.last_hidden_state is not None:
             teacher_states = states.last_hidden_state.flatten(0, 1)
-            teacher = Teacher(teacher_states[learned.gather(places_before)], self.pair.logits)
-        causal_head = self.drafter.causal_head(self.pair.embed)
-        learned_states = hidden_states.index_select(0, learned.index)
+            teacher = Teacher(teacher_states[trained.gather(places_before)], self.frozen_target.logits)
+        causal_head = self.drafter.causal_head(self.frozen_target.embed)
+        trained_states = hidden_states.index_select(0, trained.index)
         losses = chunked_loss(
-            learned_states,
+            trained_states,
             labels,
             weigh,
-            lambda states: self.drafter.compute_logits(states, self.pair.head),
+            lambda states: self.drafter.compute_logits(states, self.frozen_target.head),
             self.settings.chunk_rows,
             loss=self.settings.loss,
             teacher=teacher,
@@ -108,12 +124,12 @@ class DrafterLoss:
         loss_sum = losses.loss_sum
         if losses.candidates is not None:
             tokens = batch.input_ids.flatten()[places_before]  # [G * N], the token before each position
-            of_head = self._head_loss(causal_head, learned, learned_states, tokens, labels, losses)
+            of_head = self._head_loss(causal_head, trained, trained_states, tokens, labels, losses)
             loss_sum = loss_sum + self.settings.selector_weight * of_head
-        is_correct = learned.scatter(losses.is_correct)
+        is_correct = trained.scatter(losses.is_correct)
         return loss_sum, count_drafts(
             is_correct,
-            learned.proposals,
+            trained.proposals,
             loss_sum,
             losses.weight_sum,
         )
@@ -121,34 +137,34 @@ class DrafterLoss:
     def _head_loss(
         self,
         causal_head: Any,
-        learned: "_Learned",
-        learned_states: Tensor,  # [M, D]
+        trained: "_TrainedPositions",
+        trained_states: Tensor,  # [M, D]
         previous_ids: Tensor,  # [G * N]
         labels: Tensor,  # [M]
         losses: RowLosses,
     ) -> Tensor:
-        """The loss of the head's choice among the candidates, after the true tokens before it."""
+        """Returns the loss of the head's choices among the candidates, each after the true tokens before it."""
         candidates: Any = losses.candidates
         block_size = self.config.block_size
         by_block = previous_ids.view(-1, block_size)
-        states = _states_after(causal_head, by_block[:, learned.first :])  # [G, P, H]
-        states = functional.pad(states, (0, 0, learned.first, 0)).flatten(0, 1)  # [G * N, H]
+        states = _states_after(causal_head, by_block[:, trained.first :])  # [G, P, H]
+        states = functional.pad(states, (0, 0, trained.first, 0)).flatten(0, 1)  # [G * N, H]
         return head_loss(
             causal_head,
-            learned_states,
-            states.index_select(0, learned.index),
-            learned.index % block_size - learned.first,
+            trained_states,
+            states.index_select(0, trained.index),
+            trained.index % block_size - trained.first,
             candidates,
             labels,
             losses.weights,
-            learned.gather(previous_ids),
+            trained.gather(previous_ids),
         )
 
     def _forward(self, layout: BlockLayout, features: Tensor, attention: str) -> Tensor:
         """Runs the drafter on all queries; returns its last hidden states [B * R, D]."""
         with torch.no_grad():
-            noise_embeds = self.pair.embed(layout.token_ids)
-        # A compiled network decides itself what to recompute.
+            noise_embeds = self.frozen_target.embed(layout.token_ids)
+        # torch.compile decides by itself what to recompute.
         with lean_mlps(self.drafter) if self.network is self.drafter else nullcontext():
             output = self.network(
                 noise_embeds=noise_embeds,
@@ -160,9 +176,10 @@ class DrafterLoss:
         return output.last_hidden_state.flatten(0, 1)
 
     def attention(self, device: torch.device) -> str:
-        """Returns the name of the attention to train with, which skips unseen keys: flex attention on CUDA, else blockwise.
+        """Returns the name of the attention to train with: flex attention on CUDA, else blockwise.
 
-        A drafter with dropout or narrow heads, for which flex attention has no kernels, uses blockwise attention there too.
+        Both skip unseen keys. Flex attention has no kernels for dropout or narrow heads; such a drafter uses blockwise
+        attention on CUDA too.
         """
         has_kernels = not self.config.attention_dropout and self.config.head_dim >= 16
         return "flex_attention" if device.type == "cuda" and has_kernels else BLOCKWISE
@@ -181,28 +198,32 @@ def _states_after(causal_head: Any, token_ids: Tensor) -> Tensor:
     return torch.stack(states, dim=1)
 
 
-class _Learned:
-    """The M indices of the trained positions of all blocks [G, N], padded with 0 to a multiple of `ROW_STEP`."""
+class _TrainedPositions:
+    """Indices [M] into the flattened positions [G * N] of all blocks.
 
-    def __init__(self, is_learned: Tensor, first: int) -> None:  # bool [G, N], and the first position that proposes
-        self.shape = is_learned.shape
+    They are those of the trained positions, then index 0 repeated until M is a multiple of `ROW_STEP`.
+    `is_real` is False for the repeats.
+    """
+
+    def __init__(self, is_trained: Tensor, first: int) -> None:  # bool [G, N], and the first position that proposes
+        self.shape = is_trained.shape
         self.first = first
-        self.proposals = is_learned[:, first:]  # [G, P]
-        index = is_learned.flatten().nonzero().flatten()
+        self.proposals = is_trained[:, first:]  # [G, P]
+        index = is_trained.flatten().nonzero().flatten()
         num_filled = -len(index) % ROW_STEP
         is_real = torch.ones_like(index, dtype=torch.bool)
         self.is_real = functional.pad(is_real, (0, num_filled))  # [M]
         self.index = functional.pad(index, (0, num_filled))  # [M], indices into the flattened [G, N]
 
     def gather(self, values: Tensor) -> Tensor:
-        """Returns the values [M] at the trained positions, of `values` for each position in any shape.
+        """Returns the entries of `values` at the M indices.
 
-        The first of `values` is repeated where M is filled up.
+        `values` has one entry per position, in any shape. The padding repeats the first entry.
         """
         return values.flatten()[self.index]
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Returns a tensor [G, P] with `values` [M] at the trained positions, and zero elsewhere."""
+        """Returns a tensor [G, P] with `values` [M] at the trained positions and zeros elsewhere."""
         grid = values.new_zeros(self.shape)
         real = self.index[self.is_real]
         grid.view(-1)[real] = values[self.is_real]

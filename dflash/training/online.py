@@ -25,7 +25,7 @@ from .optimizers import build_optimizers
 from .settings import TrainingSettings
 
 
-# Steps of warm-up, once in the life of a trainer: the moments of the optimiser begin at 0.
+# Steps of warm-up at the beginning of a trainer's life, when the optimiser's moments are still near 0.
 WARMUP_STEPS = 8
 
 
@@ -54,12 +54,16 @@ class Rollouts:
 
     @property
     def tau(self) -> float:
-        """Mean acceptance length of the steps with a drafter's draft, since the counts were cleared; 1 without such a step."""
+        """Mean acceptance length of the verify steps whose proposals came from the drafter, not from lookup.
+
+        The steps since `clear_counts` count; 1 if there were none.
+        """
         return 1 + self.num_accepted / max(self.num_drafted_steps, 1)
 
     def tau_of(self, num_proposals: int) -> float:
-        """Estimates tau for blocks of `num_proposals`, if each token is accepted with the share of tokens accepted so far.
+        """Estimates tau for blocks of `num_proposals`.
 
+        It assumes that each proposal is accepted with the same probability: accepted / (accepted + rejected) so far.
         Unlike `tau`, the estimate does not fall when steps verify fewer proposals.
         """
         num_decided = self.num_accepted + self.num_rejected
@@ -72,7 +76,10 @@ class Rollouts:
         return self.num_kept / max(self.num_steps, 1)
 
     def watch(self, sequences: Sequence[TextSequence], blocks: Sequence[Block]) -> None:
-        """Counts the blocks of one verify step. `blocks[i]` belongs to `sequences[i]`, whose `new_ids` hold its tokens already."""
+        """Counts the blocks of one verify step.
+
+        `blocks[i]` belongs to `sequences[i]`, whose `new_ids` hold the tokens of the block already.
+        """
         for sequence, block in zip(sequences, blocks, strict=True):
             if block.is_prefill:
                 continue
@@ -114,7 +121,8 @@ class OnlineTrainer:
     Args:
         drafter: The drafter that is used for decoding.
         target: Its target, which may itself be in training.
-        settings: The recipe, of which loss, blocks, batches, precision, learning rates and gradient clipping are read.
+        settings: The recipe. Its settings of loss, blocks, batches, precision, learning rates and gradient clipping are
+            read.
     """
 
     def __init__(self, drafter: DFlashDraftModel, target: PreTrainedModel, settings: TrainingSettings) -> None:
@@ -142,7 +150,7 @@ class OnlineTrainer:
     def train(self, examples: Sequence[Example], num_steps: int) -> None:
         """Takes `num_steps` optimiser steps on `examples`, and copies the new weights to the drafter.
 
-        Afterwards the target's train or eval modes, its `requires_grad` flags and torch's random state are as they were before.
+        Afterwards the target's train or eval modes, its `requires_grad` flags and torch's random state are restored.
 
         Raises:
             ValueError: if there are no examples.
@@ -153,7 +161,7 @@ class OnlineTrainer:
         device = self.drafter.device
         devices = [device] if device.type == "cuda" else []
         self.student.to(device)
-        with torch.random.fork_rng(devices), torch.enable_grad(), _frozen(self.target):
+        with torch.random.fork_rng(devices), torch.enable_grad(), _in_eval_mode(self.target):
             frozen: Any = FrozenTarget(self.target, self.student)
             loss_of = DrafterLoss(frozen, self.settings)
             batches = self._batches(examples)
@@ -192,7 +200,7 @@ class OnlineTrainer:
 
 
 @contextmanager
-def _frozen(model: PreTrainedModel) -> Iterator[None]:
+def _in_eval_mode(model: PreTrainedModel) -> Iterator[None]:
     """Inside the `with` the model is in eval mode; at its end all modes and `requires_grad` flags are restored."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]

@@ -1,4 +1,4 @@
-"""The optimisers of a drafter's weights, and the schedule of their learning rates: linear warm-up, then a cosine."""
+"""Makes the optimisers of a drafter's weights and the schedule of their learning rates: warm-up, then a cosine."""
 
 import math
 from collections.abc import Sequence
@@ -21,8 +21,9 @@ def build_optimizers(
     """Returns the optimisers of all trainable weights: Muon for the matrices if it has a learning rate, and AdamW.
 
     - Matrices: Muon, scaled so that its updates are as large as AdamW's, or AdamW at `learning_rate`.
-    - Codebooks and the tables of Domino and DSpark, whose rows are looked up by token: AdamW at the learning rate of the
-      matrices. Muon would mix the rows of unrelated tokens, and AdamW at a tenth of that rate learns less
+    - Codebooks and the tables of Domino and DSpark, whose rows are looked up by token: AdamW at the learning rate of
+      the matrices. Muon would mix the rows of unrelated tokens, and AdamW at a tenth
+      of the rate learns less
       (vllm-project/speculators, 866 and 1066).
     - Norms, biases and kernels: AdamW at `learning_rate`, without `weight_decay`.
     """
@@ -102,21 +103,24 @@ def orthogonalized(
 
 
 def group_names(optimizers: Sequence[Optimizer]) -> list[str]:
-    """Returns a name for each parameter group of `build_optimizers`, in order, such as `muon_matrices` or `adamw_norms`.
+    """Returns a name for each parameter group of `build_optimizers`, such as `muon_matrices` or `adamw_norms`.
 
     The names are not stored in the groups, because training states hold the groups and their format must not change.
     """
     names = []
     for optimizer in optimizers:
         method = type(optimizer).__name__.lower()
-        matrices = "tables" if method == "adamw" and len(optimizers) > 1 else "matrices"
+        kind = "tables" if method == "adamw" and len(optimizers) > 1 else "matrices"
         for group in optimizer.param_groups:
-            names.append(f"{method}_{matrices if group['params'][0].ndim == 2 else 'norms'}")
+            names.append(f"{method}_{kind if group['params'][0].ndim == 2 else 'norms'}")
     return names
 
 
 def rate_factor(step: int, steps: int, warmup_ratio: float) -> float:
-    """The factor on the peak learning rate at `step` of 1..`steps`: linear warm-up, then a cosine to 0 at `steps + 1`."""
+    """Returns the factor on the peak learning rate at `step`, from 1 to `steps`.
+
+    It rises linearly in the warm-up, then falls along a cosine to 0 at `steps + 1`.
+    """
     warmup = round(warmup_ratio * steps)
     if step <= warmup:
         return step / warmup

@@ -1,4 +1,4 @@
-"""Estimates the memory and the time of a run from a few real steps of it: `dflash train --dry-run`."""
+"""Estimates the memory of a run from its shapes and its time from a few measured steps: `dflash train --dry-run`."""
 
 import copy
 import os
@@ -37,8 +37,8 @@ def rehearse(
 ) -> Iterator[str]:
     """Yields lines on the memory and time that [`train_drafter`] would need with these arguments. It writes no output.
 
-    The models and the data are loaded, and a few steps are trained and measured, while the lines are read. Processes other
-    than the first do the same and yield nothing.
+    The models and the data are loaded, and a few steps are trained and measured, while the lines are read. Processes
+    other than the first do the same and yield no lines.
 
     Raises:
         ValueError: as [`train_drafter`].
@@ -81,8 +81,8 @@ def _described(ready: Prepared, settings: TrainingSettings, trainer: Trainer) ->
     yield _memory(trainer)
     if settings.features is not None:
         yield (
-            f"features  {_bytes(trainer.feature_bytes())} in {settings.features}, written once by the run; computed anew in the "
-            "steps measured here"
+            f"features  {_bytes(trainer.feature_bytes())} in {settings.features}, written once by the run; computed "
+            "anew in the steps measured here"
         )
 
 
@@ -104,36 +104,39 @@ def _measured(trainer: Trainer) -> Iterator[str]:
     seconds = seconds_of(lambda: [trainer.step() for _ in range(MEASURED_STEPS)]) / MEASURED_STEPS
     yield (
         f"time      about {_duration(seconds * trainer.num_steps)}: {seconds:.2f} s a step, mean of {MEASURED_STEPS} "
-        "measured steps; the decoding of held-out prompts is not in it"
+        "measured steps; the decoding of held-out prompts is not included"
     )
     if trainer.accelerator.num_processes == 1:
         ratio = _step_cost(trainer)
-        yield f"speed     a step takes as long as {ratio:.1f} plain tokens: decoding is faster if tau is larger than that"
+        yield (
+            f"speed     a verify step, draft included, takes as long as {ratio:.1f} tokens of plain decoding: decoding "
+            "is faster if tau is larger than that"
+        )
     device = trainer.accelerator.device
     if device.type == "cuda":
         yield f"measured  {_bytes(torch.cuda.max_memory_allocated(device))} at most on {device}, in these steps"
-    else:  # of everything, Python and the data too
+    else:  # the peak of everything in the process, Python and the data too
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         yield f"measured  {_bytes(peak)} at most on {device}, by the whole process up to here"
 
 
 def _kept_by_glibc(trainer: Trainer) -> str:
-    """Returns a note that glibc keeps freed memory, which the estimate leaves out; empty where it does not apply."""
+    """Returns a note that freed memory which glibc keeps is not included in the estimate; empty where there is none."""
     is_set = "MALLOC_MMAP_THRESHOLD_" in os.environ
     if trainer.accelerator.device.type != "cpu" or platform.libc_ver()[0] != "glibc" or is_set:
         return ""
-    return "; freed memory that glibc keeps comes on top, unless MALLOC_MMAP_THRESHOLD_=65536 is set"
+    return "; freed memory that glibc keeps is not included (set MALLOC_MMAP_THRESHOLD_=65536 to have none)"
 
 
 def _step_cost(trainer: Trainer) -> float:
     """Returns the time of a decoding step with the drafter, divided by the time of a token without it.
 
-    Both run eagerly after a short prompt, and the drafter in the target's dtype, as in use, not in the precision of its
-    training.
+    Both run eagerly after a short prompt. The drafter has the target's dtype, as when it is used, and not the precision
+    of its training.
     """
     target: Any = trainer.target
-    drafter: Any = copy.deepcopy(trainer.whole_drafter())
+    drafter: Any = copy.deepcopy(trainer.decodable_drafter())
     drafter = drafter.to(target.dtype).eval()
     ids = torch.tensor([prompt_of(trainer.examples[0])[:16]], device=target.device)
     eager: dict[str, Any] = {"temperature": 0.0, "compile": False, "prompt_lookup_num_tokens": 0, "stop_token_ids": []}

@@ -50,9 +50,9 @@ FLAT_POINTS, FLAT_TAU, LEARNED_TAU = 4, 0.02, 1.5
 
 @dataclass(frozen=True)
 class Goal:
-    """Decides what a run measures and which weights are best: the highest tau on `held_out`, or the last ones."""
+    """Decides what a run measures and which weights are best: those with the highest tau on `held_out`, or the last."""
 
-    held_out: Prompts  # empty: the last weights are best
+    held_out: Prompts  # if empty, the last weights are best
 
     def measure(self, trainer: Trainer) -> Facts:
         """Returns a point of the curve: training counts since the last point and, with prompts, acceptance on them."""
@@ -68,7 +68,7 @@ class RunOptions:
     """How a run is started and watched. They are keywords of [`train`], [`train_drafter`] and [`adapt`].
 
     Attributes:
-        resume: Go on from the training state, or begin if there is none. A run that is complete is left as it is
+        resume: Go on from the training state, or begin if there is none. A run that is already complete is not changed
             (`record.was_complete`).
         overwrite: Begin anew, even if `output` holds another run.
         provenance: Further entries of `training.json`, such as where the data came from.
@@ -110,13 +110,14 @@ def train_drafter(
 
     Args:
         target: Folder or Hub id of any `AutoModelForCausalLM`.
-        data: The texts to train on, at best the target's own answers. Several sources are mixed, by weights if each has one:
-            `["chats.jsonl:0.7", "org/name:0.3"]`.
+        data: The texts to train on, at best the target's own answers. Several sources are mixed, by weights if each has
+            one: `["chats.jsonl:0.7", "org/name:0.3"]`.
         output: Folder of the checkpoint.
         settings: The recipe. Default: the recipe `short`.
         options: Fields of [`RunOptions`], such as `resume` and `overwrite`.
 
-    It returns, raises and stops as [`train`] does. It also raises a ValueError for models or data that do not fit each other.
+    It returns, raises and stops as [`train`] does. It also raises a ValueError for models or data that do not fit each
+    other.
 
     Example:
         >>> record = train_drafter("Qwen/Qwen3-4B", "answers.jsonl", "Qwen3-4B-DFlash", TrainingSettings(epochs=2))
@@ -155,29 +156,30 @@ def train(
 ) -> TrainingRecord:
     """Trains `drafter` in place, and saves its weights with the highest tau on the `held_out` prompts to `output`.
 
-    Several processes (of `torchrun`, `accelerate launch`, or any that set the same environment) call it with the same
-    arguments, train the same drafter and return the same record. Only the first one writes, shows progress and calls
-    `on_point`; it holds the lock of `output`.
+    Several processes (of `torchrun`, `accelerate launch`, or any launcher that sets the same environment) call this
+    function with the same arguments, train the same drafter and return the same record. Only the first one writes,
+    shows progress and calls `on_point`; it locks `output`.
 
-    SIGTERM, or Ctrl-C once, ends the run after the current step and saves the training state (`record.stopped_at`). A run
-    that was killed at any step and is resumed on the same number of processes learns the same weights, bit for bit, as
-    without the kill.
+    SIGTERM, or Ctrl-C once, ends the run after the current step and saves the training state (`record.stopped_at`). A
+    run that was killed at any step and is resumed on the same number of processes learns the same weights, bit for bit,
+    as without the kill.
 
     Args:
         drafter: The drafter, with fp32 weights.
         target: Its target. It is frozen in place.
-        examples: Sequences to train on. Those that cannot be trained on are left out.
+        examples: Sequences to train on. Unusable sequences are left out.
         held_out: Prompts to measure acceptance on. Without any, the last weights are kept.
         settings: The recipe.
-        output: Folder of the checkpoint. Each better checkpoint replaces it in one rename. The training state is beside
-            it, in `OUTPUT.state`, until the run is complete.
+        output: Folder of the checkpoint. Each better checkpoint replaces it in one rename. Until the run is complete,
+            the training state is beside it in `OUTPUT.state`.
         options: Fields of [`RunOptions`], such as `resume` and `overwrite`.
 
     Raises:
-        ValueError: if nothing in the data can be trained on, if `output` holds another run or another process writes it, or if
-            a run to resume had other settings or data.
-        FloatingPointError: if loss, gradient or logits are not finite; checkpoint and training state are the last good ones.
-        OSError: if checkpoint or training state cannot be written; the older one stays.
+        ValueError: if nothing in the data can be trained on, if `output` holds another run or another process writes
+            it, or if a run to resume had other settings or data.
+        FloatingPointError: if loss, gradient or logits are not finite; the last good checkpoint and training state are
+            kept.
+        OSError: if checkpoint or training state cannot be written; the older one is kept.
     """
     run_options = RunOptions(**options)
     with run_options.claimed(output, settings) as claim:
@@ -197,12 +199,12 @@ def train_prepared(ready: Prepared, settings: TrainingSettings, claim: Claim, op
             run.take_steps(signals)
         finally:
             run.display.close()
-    run.trainer.accelerator.wait_for_everyone()  # the checkpoint is there when any process returns
+    run.trainer.accelerator.wait_for_everyone()  # no process returns before the checkpoint is written
     return run.record
 
 
 class _Run:
-    """One start of a run: it takes the steps, and has the objects that measure, save, show and upload."""
+    """One start of a run: takes the steps, and owns the objects that measure, save, show and upload."""
 
     def __init__(self, ready: Prepared, settings: TrainingSettings, claim: Claim, options: RunOptions) -> None:
         elapsed = stopwatch()
@@ -249,8 +251,8 @@ class _Run:
             self._checkpointer.save_state(is_beginning=True)
         elif saved["processes"] != num_processes:
             announce(
-                f"The run began in {saved['processes']} processes and goes on in {num_processes}: it learns "
-                "the same, but sums round another way."
+                f"The run began in {saved['processes']} processes and goes on in {num_processes}: it learns the same, "
+                "but sums are rounded differently."
             )
         self.display = _Display(self.trainer, options)
         # Without `announce`, uploads are logged.
@@ -275,7 +277,9 @@ class _Run:
             figures = trainer.step(stop=bool(signals))
             self.display.show_step(step, figures)
             is_measured = step % eval_every == 0 or step == last
-            if is_measured and self._measure():
+            if is_measured:
+                self._measure()
+            if is_measured and self._is_patience_exhausted():
                 break
             if step == last:
                 break
@@ -291,8 +295,8 @@ class _Run:
         self._checkpointer.finish()
         self._uploads.add(record.best_step, is_last=True)
 
-    def _measure(self) -> bool:
-        """Adds a point to the curve, and saves the weights if they are the best; returns whether `patience` is exhausted."""
+    def _measure(self) -> None:
+        """Adds a point to the curve, and saves the weights if they are the best so far."""
         record = self.record
         point = self._goal.measure(self.trainer)
         is_better = self._goal.is_better(point, record)
@@ -302,8 +306,11 @@ class _Run:
             record.best_step = point["step"]
             record.best_tau = point.get("tau", math.nan)
             self._checkpointer.save_checkpoint()
-        steps = [point["step"] for point in record.curve]
-        since_best = sum(step > record.best_step for step in steps)
+
+    def _is_patience_exhausted(self) -> bool:
+        """Whether the last `patience` measurements found no better weights."""
+        steps = [point["step"] for point in self.record.curve]
+        since_best = sum(step > self.record.best_step for step in steps)
         patience = self._settings.patience
         return patience is not None and since_best >= patience
 
@@ -320,16 +327,18 @@ def _licence_of_init(settings: TrainingSettings) -> Facts:
     return {"init_licence": "not known" if licence.unread else licence.inherited}
 
 
-def _announce_sizes(ready: Prepared, settings: TrainingSettings, longest_answer: int, announce: Announce) -> None:
-    """Announces a drafter larger than the target's layers, and measured texts longer than any answer in the data."""
+def _announce_sizes(
+    ready: Prepared, settings: TrainingSettings, most_supervised_tokens: int, announce: Announce
+) -> None:
+    """Announces a drafter larger than the target's layers, and measured texts longer than what the data supervises."""
     too_large = oversize(ready.drafter, ready.target, settings.init is not None)
     if too_large is not None:
         announce(too_large)
-    if ready.held_out and longest_answer < settings.eval_new_tokens:
+    if ready.held_out and most_supervised_tokens < settings.eval_new_tokens:
         announce(
-            f"Acceptance is measured on texts of up to {settings.eval_new_tokens} tokens, and the longest answer of the data "
-            f"has {longest_answer}. A drafter accepts less beyond the length that it was trained on: "
-            f"eval_new_tokens={longest_answer} measures up to there."
+            f"Acceptance is measured on texts of up to {settings.eval_new_tokens} tokens, and no sequence of the data "
+            f"has more than {most_supervised_tokens} supervised tokens. Fewer drafts are accepted beyond the length "
+            f"that the drafter was trained on: eval_new_tokens={most_supervised_tokens} measures up to this length."
         )
 
 
@@ -360,7 +369,7 @@ def claimed(output: Source, settings: TrainingSettings, resume: bool, overwrite:
                 if claim.finished is None:
                     check_upload(settings)
                 answers = [claim]
-            except Exception as error:  # of any kind: the others wait for an answer
+            except Exception as error:  # of any type, because the other processes wait for an answer
                 answers = [error]
         broadcast_object_list(answers)
         (answer,) = answers
@@ -371,12 +380,15 @@ def claimed(output: Source, settings: TrainingSettings, resume: bool, overwrite:
 
 @contextmanager
 def _named_divergence(record: TrainingRecord, output: Path) -> Iterator[None]:
-    """Adds to the message of a FloatingPointError in the body from which step the checkpoint in `output` is, or that there is none."""
+    """Extends the message of a FloatingPointError that the body of the `with` raises.
+
+    It appends the step of the checkpoint in `output`, or that none was saved yet.
+    """
     try:
         yield
     except FloatingPointError as error:
-        best = f"the checkpoint of step {record.best_step} stands in {output}"
-        kept = best if record.curve else "it had saved no checkpoint yet"
+        best = f"the checkpoint of step {record.best_step} is kept in {output}"
+        kept = best if record.curve else "no checkpoint was saved yet"
         raise FloatingPointError(f"{str(error).rstrip('.')}; {kept}.") from error
 
 
@@ -384,7 +396,8 @@ def _named_divergence(record: TrainingRecord, output: Path) -> Iterator[None]:
 def _noted_signals() -> Iterator[list[int]]:
     """Yields a list to which SIGTERM and the first SIGINT are added, so that the current step can end.
 
-    A second SIGINT interrupts at once. Off the main thread, where Python allows no signal handlers, the list stays empty.
+    A second SIGINT interrupts at once. In other threads than the main one, where Python allows no signal handlers, the
+    list stays empty.
     """
     noted: list[int] = []
 
@@ -401,7 +414,7 @@ def _noted_signals() -> Iterator[list[int]]:
         yield noted
     finally:
         for number, handler in handlers.items():
-            # None: one that was not set by Python, and cannot be set again.
+            # `None` stands for a handler that Python did not set and cannot set again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
@@ -427,7 +440,7 @@ class _Display:
         )
 
     def show_step(self, step: int, figures: StepFigures) -> None:
-        """Logs the figures of a step to the trackers, and without a bar announces the loss once a minute."""
+        """Logs the figures of a step to the trackers. Without a bar, announces the loss once a minute."""
         if step % self._trainer.settings.log_every == 0:
             shown = {
                 "loss": figures.loss,
@@ -441,7 +454,7 @@ class _Display:
             self._announce(f"step {step:,} of {num_steps:,}: loss {figures.loss:.3f}")
 
     def show_point(self, point: Facts, curve: Sequence[Facts]) -> None:
-        """Shows `point`, the newest one of `curve`, and logs it to the trackers; announces, once, if tau stays low."""
+        """Shows `point`, the newest one of `curve`, and logs it to the trackers. Announces once if tau stays low."""
         newest = curve[-FLAT_POINTS:]
         taus = [point["tau"] for point in newest if "tau" in point]
         if not self._is_warned and _is_flat(taus):
@@ -449,8 +462,8 @@ class _Display:
             settings = self._trainer.settings
             recipe = "" if settings.recipe == "short" else "--recipe short, "
             self._announce(
-                f"tau has stayed at {taus[-1]:.2f} for {FLAT_POINTS} measurements, as for a drafter that proposes one token "
-                f"everywhere ({settings.recipe_text()}): give {recipe}other learning rates, or more steps."
+                f"tau has stayed at {taus[-1]:.2f} for {FLAT_POINTS} measurements, as for a drafter that proposes the "
+                f"same token everywhere ({settings.recipe_text()}): give {recipe}other learning rates, or more steps."
             )
         self.steps.clear()
         if self._on_point is not None:
@@ -463,7 +476,7 @@ class _Display:
         self.steps.set_postfix(floats)  # the bar rounds them
 
     def close(self) -> None:
-        """Closes the bar and the trackers. accelerate's `end_training` would also destroy the caller's process group."""
+        """Closes the bar and the trackers. accelerate's `end_training` would also end the caller's process group."""
         self.steps.close()
         for tracker in self._trainer.accelerator.trackers:
             tracker.finish()
@@ -488,7 +501,7 @@ def tracker_options(settings: TrainingSettings, output: Path) -> Facts:
     if settings.log_with not in known:
         raise ValueError(
             f"log_with={settings.log_with!r} is not one of the trackers installed here ({', '.join(known) or 'none'}): "
-            f"pip install {settings.log_with}, or leave it out."
+            f"pip install {settings.log_with}, or leave log_with out."
         )
     folder = output.with_name(f"{output.name}.logs")
     return {"log_with": settings.log_with, "project_dir": str(folder)}

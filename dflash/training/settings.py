@@ -1,5 +1,5 @@
 # ruff: noqa: RUF009 (`_setting` makes every field with `field`)
-"""The settings of a training run, as a dataclass that YAML files and flags fill in. It imports no torch."""
+"""Holds the settings of a training run, in a dataclass that YAML files and flags fill in. It imports no torch."""
 
 import math
 from collections.abc import Collection
@@ -22,9 +22,9 @@ MarkovHeadType = Literal["vanilla", "gated"]
 Precision = Literal["bf16", "no"]
 TargetDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-# The defaults that a recipe decides, of fields that are `None` unless set. Muon's learning rate is for a drafter of hidden
-# size `RECIPE_WIDTH`. short: for runs of hundreds or thousands of steps. paper: appendix A.1 of DFlash, for 800 K samples and
-# 6 epochs.
+# The defaults that a recipe gives to fields that are `None` unless set. Muon's learning rate is for a drafter of
+# hidden size `RECIPE_WIDTH`. short: for runs of hundreds or thousands of steps. paper: appendix A.1 of DFlash, for 800
+# K samples and 6 epochs.
 RECIPES: dict[str, Facts] = {
     "short": {
         "learning_rate": 2e-3,
@@ -41,7 +41,7 @@ RECIPES: dict[str, Facts] = {
         "from_target": False,
     },
 }
-# jetspec: short, for a drafter that is causal in its block and learns the target's distribution, as JetSpec's do.
+# jetspec: short, for a drafter that is causal in its block and learns the target's distribution, as in JetSpec.
 RECIPES["jetspec"] = RECIPES["short"] | {"is_causal": True, "loss": "forward_kl"}
 RECIPE_WIDTH = 128
 # The published size of each head.
@@ -50,7 +50,8 @@ HEAD_SIZES: dict[str, Facts] = {
     "domino": {"gru_hidden_dim": 1024, "emb_dim": 256},
     "dspark": {"markov_rank": 256, "markov_head_type": "vanilla", "confidence": True},
 }
-LATE = ("muon_learning_rate", "from_target")  # their defaults depend on the drafter too
+# Settings whose defaults depend on the drafter too, so that they stay `None` in the settings.
+RESOLVED_WITH_DRAFTER = ("muon_learning_rate", "from_target")
 POSITIVE = ("learning_rate", "max_grad_norm", "gamma")
 
 DRAFTER = "The drafter's shape"
@@ -64,17 +65,17 @@ KEPT = "What is measured and kept"
 
 
 def _setting(default: Any, topic: str, help: str, least: int | None = None, is_free: bool = False) -> Any:
-    """Returns a dataclass field with topic, help text and least value. A free setting may differ when a run is resumed."""
+    """Returns a dataclass field with topic, help text and least value. A free setting may change in a resumed run."""
     return field(default=default, metadata={"topic": topic, "help": help, "least": least, "is_free": is_free})
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """The settings of a run. `recipe` decides the defaults of some; a value that is set wins over the recipe.
+    """The settings of a run. `recipe` decides the defaults of some settings; a value that is set wins over the recipe.
 
-    The `help` of each field says what it means and what `None` leads to. The values of the recipe are filled in when an
-    instance is made, so `dataclasses.replace(settings, recipe=…)` keeps the values of the old recipe. `changed(recipe=…)`
-    replaces them.
+    The `help` of each field says what the field means and what `None` leads to. The values of the recipe are filled in
+    when an instance is made, so `dataclasses.replace(settings, recipe=…)` keeps the values of the old recipe.
+    `changed(recipe=…)` replaces them.
 
     Raises:
         ValueError: for a value of a wrong type or out of range, or settings that contradict each other.
@@ -83,8 +84,8 @@ class TrainingSettings:
     recipe: RecipeName = _setting(
         None,
         STEPS,
-        "short: Muon, D-PACE; paper: AdamW, for 800 K texts or --init; jetspec: short, causal in the block, forward KL. Default: "
-        "short, or paper with --init.",
+        "short: Muon, D-PACE; paper: AdamW, for 800 K texts or --init; jetspec: short, causal in the block, forward "
+        "KL. Default: short, or paper with --init.",
     )
     steps: int | None = _setting(None, STEPS, "Number of optimiser steps. Default: as many as --epochs take.", 1)
     epochs: int = _setting(6, STEPS, "Passes over the data, if --steps is not given.", 1)
@@ -98,7 +99,10 @@ class TrainingSettings:
         None, DRAFTER, "Number of target layers that it reads, spread as in the paper. Default: 5.", 1
     )
     target_layer_ids: list[int] | None = _setting(
-        None, DRAFTER, "The target layers that it reads, from 0, without the last: 1,9,17. Default: by --num-taps."
+        None,
+        DRAFTER,
+        "The target layers that it reads, such as 1,9,17, counted from 0; the last layer is not "
+        "allowed. Default: by --num-taps.",
     )
     block_size: int | None = _setting(
         None, DRAFTER, "Tokens of a block, anchor included. Default: 16, or as in --init.", 1
@@ -115,14 +119,14 @@ class TrainingSettings:
     conv_kernel_size: int | None = _setting(
         None,
         PARTS,
-        "DFlash2: kernel size of its convolutions over positions; published: 2. Default: no convolutions, or as trained.",
+        "DFlash2: kernel size of its convolutions over positions; published: 2. Default: none, or as in --init.",
         1,
     )
     conv_group_size: int | None = _setting(
         None, PARTS, "DFlash2: channels that share a kernel's dynamic part; published: 16.", 1
     )
     selector_rank: int | None = _setting(
-        None, PARTS, "DFlash2: rank of the selector; published: 256. Default: no selector, or as trained.", 1
+        None, PARTS, "DFlash2: rank of the selector; published: 256. Default: no selector, or as in --init.", 1
     )
     selector_top_k: int | None = _setting(
         None, PARTS, "DFlash2: candidates that the selector chooses among; published: 16.", 1
@@ -137,14 +141,14 @@ class TrainingSettings:
     pure_draft_prefix_len: int | None = _setting(
         None,
         PARTS,
-        "Domino: number of first proposals that its head does not change. Default: 1, as published and as SGLang has it.",
+        "Domino: number of first proposals that its head does not change. Default: 1, as published and in SGLang.",
         0,
     )
     markov_rank: int | None = _setting(
         None, PARTS, "DSpark: rank of the biases of pairs of tokens; published: 256. Default: no such head.", 1
     )
     markov_head_type: MarkovHeadType | None = _setting(
-        None, PARTS, "DSpark: gated: the biases depend on the hidden state too. Default: vanilla, they do not."
+        None, PARTS, "DSpark: gated, if the biases also depend on the hidden state, or vanilla. Default: vanilla."
     )
     confidence: bool | None = _setting(
         None, PARTS, "DSpark: learn the probability that a proposal is accepted. Default: with --head dspark."
@@ -152,7 +156,7 @@ class TrainingSettings:
     freeze_init: bool = _setting(
         False,
         PARTS,
-        "With init: train only the added parts, such as a head. If none is added, train those that init already has.",
+        "With --init: train only the added parts, such as a head. If none is added, train those that it already has.",
     )
     mask_token_id: int | None = _setting(
         None, DRAFTER, "Token id that fills a block. Default: the tokenizer's mask token, or an unused id."
@@ -160,7 +164,9 @@ class TrainingSettings:
     target_dtype: TargetDtype = _setting(
         "auto", TARGET, "dtype of the target's weights; auto: as stored, but fp32 on a CPU without bf16."
     )
-    device_map: str | None = _setting(None, TARGET, "auto: spread the target over all devices.", is_free=True)
+    device_map: str | None = _setting(
+        None, TARGET, "Device of the target, such as cuda:0; auto spreads it over all devices.", is_free=True
+    )
     trust_remote_code: bool = _setting(
         False, TARGET, "Run code that the target's repository holds. Read it first.", is_free=True
     )
@@ -173,20 +179,26 @@ class TrainingSettings:
     gamma: float | None = _setting(
         None,
         LOSS,
-        "Length of the exponential decay in tokens; sets --position-weights decay. Default: the paper's for the block size.",
+        "Length of the exponential decay in tokens; implies --position-weights decay unless that is given. Default: "
+        "the paper's for the block size.",
     )
     dpace_alpha: float = _setting(0.5, LOSS, "D-PACE: smallest probability of acceptance that is assumed, above 0.")
     selector_weight: float = _setting(1.0, LOSS, "Weight of the loss of the head that chooses token by token.", 0)
-    num_anchors: int = _setting(512, LOSS, "Largest number of blocks per sequence.", 1)
+    num_anchors: int = _setting(512, LOSS, "Largest number of blocks per document.", 1)
     rejected_share: float = _setting(
-        0.0, LOSS, "Share of the blocks that begin where the data, a trace, records a rejected draft.", 0
+        0.0,
+        LOSS,
+        "Share of the blocks that begin at rejected drafts; needs a trace (dflash regenerate --trace) as data.",
+        0,
     )
     seed: int = _setting(0, LOSS, "Seed of the initial weights, the order of the data and the anchors.", 0)
     max_length: int | None = _setting(3072, DATA, "Longer sequences are cut to this many tokens.", 1)
     min_length: int | None = _setting(None, DATA, "Shorter sequences are left out. Default: shorter than a block.", 1)
-    drop_long: bool = _setting(False, DATA, "Leave longer sequences than --max-length out instead of cutting them.")
+    drop_long: bool = _setting(False, DATA, "Leave out sequences longer than --max-length instead of cutting them.")
     deduplicate: bool = _setting(True, DATA, "Leave out sequences that repeat another one.")
-    pack_length: int | None = _setting(None, DATA, "Pack sequences into this many tokens. Default: no packing.", 1)
+    pack_length: int | None = _setting(
+        None, DATA, "Pack documents into sequences of this many tokens. Default: no packing.", 1
+    )
     samples: int | None = _setting(
         None, DATA, "Usable rows to take from the beginning of each source. Default: all.", 1
     )
@@ -196,7 +208,7 @@ class TrainingSettings:
     split: str = _setting("train", DATA, "Split of a data set that has several.")
     thinking: bool = _setting(False, DATA, "Let the chat template ask for thinking.")
     batch_tokens: int = _setting(4096, STEPS, "Tokens of a batch with padding, over all processes and parts.", 1)
-    held_out: int = _setting(8, DATA, "Sequences to measure acceptance on, a tenth of the data at most.", 0)
+    held_out: int = _setting(8, DATA, "Sequences to measure acceptance on, at most a tenth of the data.", 0)
     eval_data: str | None = _setting(
         None, DATA, "Data to take the held-out sequences from. Default: --data, which is then trained on without them."
     )
@@ -218,7 +230,8 @@ class TrainingSettings:
     mixed_precision: Precision | None = _setting(
         None,
         COMPUTE,
-        "bf16: compute in bf16 with fp32 weights; no: compute in fp32. Default: bf16 if the hardware multiplies it.",
+        "bf16: compute in bf16 with fp32 weights; no: compute in fp32. Default: bf16 if the hardware has fast bf16 "
+        "products.",
     )
     gradient_accumulation_steps: int = _setting(
         1, STEPS, "Parts into which a batch is cut: less memory, the same step.", 1
@@ -237,13 +250,13 @@ class TrainingSettings:
         None, KEPT, "End after this many measurements in a row without a better one. Default: never.", 1
     )
     eval_every: int | None = _setting(
-        None, KEPT, "Steps between measurements on held-out prompts. Default: a tenth of the run, 500 at most.", 1
+        None, KEPT, "Steps between measurements on held-out prompts. Default: a tenth of the run, at most 500.", 1
     )
-    eval_new_tokens: int = _setting(256, KEPT, "Most tokens to decode after a held-out prompt.", 1)
+    eval_new_tokens: int = _setting(256, KEPT, "Largest number of tokens to decode after a held-out prompt.", 1)
     save_every: int | None = _setting(
         None,
         KEPT,
-        "Steps between training states, from which --resume goes on. Default: a tenth of the run, 500 at most.",
+        "Steps between training states, from which --resume goes on. Default: a tenth of the run, at most 500.",
         1,
         True,
     )
@@ -276,14 +289,18 @@ class TrainingSettings:
         sizes = HEAD_SIZES.get(self.head or "", {})
         usual = sizes | RECIPES.get(self.recipe, {})
         for name, value in usual.items():
-            if getattr(self, name) is None and name not in LATE:
+            if getattr(self, name) is None and name not in RESOLVED_WITH_DRAFTER:
                 self._set(name, value)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     def _check(self, setting: Field[Any], hint: Any) -> None:
-        """Raises ValueError for an empty text, a wrong type or a value out of range; an int may become a float."""
+        """Converts the value of a field to its type, and checks it.
+
+        An int becomes a float where the field is a float, and `False` becomes `"no"` for a precision. ValueError for an
+        empty text, a wrong type, or a value out of range.
+        """
         name = setting.name
         help = setting.metadata["help"]
         least = setting.metadata["least"]
@@ -307,7 +324,7 @@ class TrainingSettings:
             raise ValueError(f"{name}={value}: give a number above 0.")
 
     def _refusals(self) -> list[tuple[bool, str]]:
-        """Returns pairs, one for each forbidden combination: whether these settings have it, and the error's message."""
+        """Returns a pair for each forbidden combination: whether these settings have it, and the error's message."""
         lora = f"lora_rank={self.lora_rank}"
         has_lora = self.lora_rank is not None
         has_init = self.init is not None
@@ -322,7 +339,7 @@ class TrainingSettings:
             (has_lora and self.shard, f"{lora} and shard: a low-rank update is small; leave shard out."),
             (
                 not 0 < self.dpace_alpha <= 1,
-                f"dpace_alpha={self.dpace_alpha}: give a chance above 0 and up to 1.",
+                f"dpace_alpha={self.dpace_alpha}: give a probability above 0 and up to 1.",
             ),
             (
                 self.streaming and self.samples is None,
@@ -330,16 +347,17 @@ class TrainingSettings:
             ),
             (
                 self.features is not None and self.shard_target,
-                f"features={self.features!r} and shard_target: one process writes features with the whole target; leave "
-                "one of them out.",
+                f"features={self.features!r} and shard_target: one process writes features with the whole target; "
+                "leave one of them out.",
             ),
             (
                 bool(self.from_target) and has_init,
-                f"init={self.init!r} and from_target: a drafter begins with one of them; leave the other out.",
+                f"init={self.init!r} and from_target: a drafter begins with one of them; leave one of them out.",
             ),
             (
                 self.freeze_init and has_lora,
-                f"{lora} and freeze_init: one changes the weights of init and the other keeps them; leave one of them out.",
+                f"{lora} and freeze_init: one changes the weights of init and the other keeps them; leave one of them "
+                "out.",
             ),
             (
                 self.freeze_init and self.shard,
@@ -347,17 +365,17 @@ class TrainingSettings:
             ),
             (
                 self.num_taps is not None and self.target_layer_ids is not None,
-                f"{taps}: give the number or the layers.",
+                f"{taps}: give the number or the layers, not both.",
             ),
         ]
 
     def muon_rate(self, width: int) -> float:
         """Returns Muon's peak learning rate for a drafter of hidden size `width`; 0 if AdamW trains the matrices.
 
-        It is `muon_learning_rate` or, by default, the recipe's, which falls with the square root of the width. Muon's updates
-        are scaled to the RMS of AdamW's (Moonlight, arXiv 2502.16982), so their spectral norm would grow with this root.
-        Features are learned equally well at all widths if it does not grow (A Spectral Condition for Feature Learning, arXiv
-        2310.17813).
+        It is `muon_learning_rate` or, by default, the recipe's rate times sqrt(`RECIPE_WIDTH` / width). Muon's updates
+        are scaled to the RMS of AdamW's (Moonlight, arXiv 2502.16982), so their spectral norm would grow with the
+        square root of the width. Features are learned equally well at all widths if this norm does not grow (A Spectral
+        Condition for Feature Learning, arXiv 2310.17813).
         """
         if self.muon_learning_rate is not None:
             return self.muon_learning_rate
@@ -365,13 +383,13 @@ class TrainingSettings:
         return rate * math.sqrt(RECIPE_WIDTH / width)
 
     def changed(self, **settings: Any) -> "TrainingSettings":
-        """Returns a copy with these `settings` changed. A new `recipe` also resets all other fields that recipes decide."""
+        """Returns a copy with these `settings` changed. A new `recipe` also resets all fields that recipes decide."""
         by_recipe: Facts = dict.fromkeys(RECIPES[self.recipe]) if "recipe" in settings else {}
         return replace(self, **by_recipe | settings)
 
     @property
-    def longest(self) -> int | None:
-        """The length above which sequences are left out; `None` if longer ones are cut instead."""
+    def drop_above(self) -> int | None:
+        """The length above which sequences are left out; `None` if sequences are cut instead."""
         return self.max_length if self.drop_long else None
 
     @property
@@ -396,12 +414,12 @@ class TrainingSettings:
         return getattr(self, name) or default
 
     def chosen(self, names: Collection[str]) -> Facts:
-        """Returns a dict of the settings among `names` that are not `None`."""
+        """Returns the settings among `names` that are not `None`, by name."""
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
     def decisive(self) -> Facts:
-        """Returns a dict of the settings that decide what is learned. A resumed run must have the same."""
+        """Returns the settings that are not free (`is_free`), by name. A resumed run must have the same values."""
         names = [setting.name for setting in fields(self) if not setting.metadata["is_free"]]
         return {name: getattr(self, name) for name in names}
 
@@ -418,7 +436,7 @@ def read_yaml(path: Path, others: Collection[str] = ()) -> Facts:
     import yaml
 
     if not path.is_file():
-        raise ValueError(f"{path} is no file: {LINE_FORM}, the names as the flags are called.")
+        raise ValueError(f"{path} is not a file: {LINE_FORM}, with the names of the flags.")
     try:
         text = path.read_text(encoding="utf-8")
         values = yaml.safe_load(text)
@@ -430,7 +448,7 @@ def read_yaml(path: Path, others: Collection[str] = ()) -> Facts:
         raise ValueError(f"{path} is nested too deeply to be read: {LINE_FORM}.") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no settings: {LINE_FORM}.")
-    names = [_field_name(key.value) for key, _ in yaml.compose(text).value]  # repeated ones too
+    names = [_field_name(key.value) for key, _ in yaml.compose(text).value]  # with repeated names
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(f"{path} gives {', '.join(repeated)} more than once: keep one line of each.")
@@ -439,7 +457,7 @@ def read_yaml(path: Path, others: Collection[str] = ()) -> Facts:
     numbers = {name for name in known if float in _options(hints[name])}
     unknown = sorted({*names} - known - {*others})
     if unknown:
-        raise ValueError(f"{path} holds {', '.join(unknown)}: `dflash train --help` lists what there is.")
+        raise ValueError(f"{path} holds {', '.join(unknown)}: `dflash train --help` lists the settings.")
     named = {_field_name(key): value for key, value in values.items()}
     return {name: _number_of(value) if name in numbers else value for name, value in named.items()}
 
@@ -467,7 +485,7 @@ def _fits(value: Any, option: Any) -> bool:
         return value in get_args(option)
     if get_origin(option) is list:
         return isinstance(value, list) and all(type(item) is int for item in value)
-    return type(value) is option  # True is no number
+    return type(value) is option  # `True` is not an int here
 
 
 def _in_words(hint: Any) -> str:

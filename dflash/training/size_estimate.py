@@ -20,33 +20,33 @@ from .trainer import Trainer
 
 
 class BatchSize(NamedTuple):
-    """The largest numbers in any micro-batch of columns, of the drafter's queries, and of pairs of a query and a key."""
+    """The largest number of columns, of drafter queries and of (query, key) pairs in any micro-batch."""
 
     columns: int
     queries: int
     pairs: int
 
 
-# Tensors that a layer keeps for its backward pass, counted in the drafter's forward: of the hidden size (inputs and outputs of
-# norms, projections and additions) and of the MLP's width (its two projections).
+# Numbers of tensors that a layer keeps for its backward pass, counted in the drafter's forward: tensors of the hidden
+# size (inputs and outputs of norms, projections and additions) and of the MLP's width (its two projections).
 HIDDEN_TENSORS, MLP_TENSORS = 14, 2
-# Tensors of the width of Domino's GRU that its steps keep for each query.
+# Number of tensors of the width of Domino's GRU that its steps keep for each query.
 GRU_TENSORS = 8
-# Copies of a chunk's logits: the logits, their softmax and their gradient.
+# Number of copies of a chunk's logits: the logits, their softmax and their gradient.
 LOGIT_COPIES = 3
 
 
 def estimate_memory(trainer: Trainer) -> dict[str, int]:
-    """Returns the estimated bytes per process by purpose: the large parts, computed from shapes alone.
+    """Returns the estimated bytes per process, by purpose. Only large parts are counted, from their shapes.
 
-    Weights, gradients and AdamW's two moments are fp32; Muon keeps one moment for a matrix. Activations are those of the
-    largest batch of the first epoch.
+    Weights, gradients and AdamW's two moments are fp32; Muon keeps one moment for a matrix. Activations are those of
+    the largest batch of the first epoch.
     """
     settings, drafter = trainer.settings, trainer.drafter
     processes = trainer.accelerator.num_processes
-    share = processes if is_sharded(drafter) else 1
+    num_shards = processes if is_sharded(drafter) else 1
     target = sum(parameter.nbytes for parameter in trainer.target.parameters())
-    trained = drafter.num_parameters(only_trainable=True) * 4 // share
+    trained = drafter.num_parameters(only_trainable=True) * 4 // num_shards
     by_muon = sum(
         parameter.numel()
         for optimizer in trainer.optimizers
@@ -60,11 +60,11 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     rows = min(chunk_rows, size.queries)
     return {
         "target": target // (processes if settings.shard_target else 1),
-        "drafter": drafter.num_parameters() * 4 // share,
+        "drafter": drafter.num_parameters() * 4 // num_shards,
         "gradients": trained,
-        "optimiser": 2 * trained - by_muon * 4 // share,
+        "optimiser": 2 * trained - by_muon * 4 // num_shards,
         "features of the target": _context_bytes(trainer, size),
-        "weights as they are multiplied": _copied_bytes(trainer) // share,
+        "weight copies for the forward": _copied_bytes(trainer) // num_shards,
         "activations of the drafter": _layer_bytes(trainer, size) + _score_bytes(trainer, size),
         "logits of a chunk": LOGIT_COPIES * rows * vocab_size * 4,
     }
@@ -75,12 +75,16 @@ def _value_bytes(trainer: Trainer) -> int:
 
 
 def _layers_at_once(trainer: Trainer) -> int:
-    """Number of layers whose tensors are in memory together: all, or 1 with gradient checkpointing."""
+    """Returns the number of layers whose tensors are in memory together: all, or 1 with gradient checkpointing."""
     return 1 if trainer.settings.gradient_checkpointing else trainer.drafter.config.num_hidden_layers
 
 
 def _context_bytes(trainer: Trainer, size: BatchSize) -> int:
-    """Bytes of the target's features, and of the keys and values that the drafter's layers compute from these."""
+    """Returns the bytes of the context in the widest micro-batch.
+
+    They are those of the target's features and of what each layer keeps of the context: its input and four tensors of
+    the width of the keys.
+    """
     config = trainer.drafter.config
     features = len(config.target_layer_ids or ()) * config.hidden_size
     key_width = config.num_key_value_heads * config.head_dim
@@ -90,13 +94,13 @@ def _context_bytes(trainer: Trainer, size: BatchSize) -> int:
 
 
 def _copied_bytes(trainer: Trainer) -> int:
-    """Bytes of the copies of weight matrices that a forward multiplies: in bf16, or with a low-rank update added.
+    """Returns the bytes of the copies of weight matrices that a forward uses: in bf16, or with a low-rank update.
 
-    There are none if all layers are frozen, because no gradient passes through them.
+    No copies are kept if all layers are frozen, because no gradient passes through them.
     """
     drafter = trainer.drafter
-    is_trained = [parameter.requires_grad for parameter in drafter.layers.parameters()]
-    if not any(is_trained):
+    requires_grad = [parameter.requires_grad for parameter in drafter.layers.parameters()]
+    if not any(requires_grad):
         return 0
     value_bytes = 4 * has_low_rank_updates(drafter)
     if trainer.precision == "bf16":
@@ -104,14 +108,17 @@ def _copied_bytes(trainer: Trainer) -> int:
     matrices = [
         module.weight.numel()
         for name, module in drafter.named_modules()
-        if isinstance(module, nn.Linear) and not name.endswith("down_proj")  # whose copy is recomputed
+        if isinstance(module, nn.Linear) and not name.endswith("down_proj")  # the copy of this weight is recomputed
     ]
     copied = sum(matrices) * value_bytes
     return copied * _layers_at_once(trainer) // drafter.config.num_hidden_layers
 
 
 def _layer_bytes(trainer: Trainer, size: BatchSize) -> int:
-    """Bytes that layers and Domino's GRU keep for the backward pass; a checkpointed layer keeps its input only."""
+    """Returns the bytes that layers and Domino's GRU keep for the backward pass.
+
+    A layer with gradient checkpointing keeps its input only.
+    """
     config = trainer.drafter.config
     width = config.hidden_size
     if not trainer.settings.gradient_checkpointing:
@@ -122,9 +129,10 @@ def _layer_bytes(trainer: Trainer, size: BatchSize) -> int:
 
 
 def _score_bytes(trainer: Trainer, size: BatchSize) -> int:
-    """Bytes of the fp32 masks, one per type of layer, and without a fused kernel of the scores; 0 for flex attention.
+    """Returns the bytes of the fp32 masks, one per layer type, plus the scores if there is no fused kernel.
 
-    Blockwise attention keeps the scores of all layers or, if a layer has more than `MOST_SCORES`, those of one chunk of blocks.
+    Flex attention has neither: 0 bytes. Blockwise attention keeps the scores of all layers or, if a layer has more than
+    `MOST_SCORES`, those of one chunk of blocks.
     """
     config = trainer.drafter.config
     if trainer.attention == "flex_attention":
@@ -141,22 +149,22 @@ def _score_bytes(trainer: Trainer, size: BatchSize) -> int:
     return masks + scores * _value_bytes(trainer)
 
 
-def oversize(drafter: DFlashDraftModel, target: PreTrainedModel, is_trained: bool) -> str | None:
+def oversize(drafter: DFlashDraftModel, target: PreTrainedModel, has_init: bool) -> str | None:
     """Returns a warning if the drafter has more parameters than the target's layers, else `None`.
 
-    The target's embedding and head are not counted, because both models use them. `is_trained` says that the drafter comes from
-    `init`, so that its shape cannot be changed.
+    The target's embedding and head are not counted, because both models use them. `has_init` says that the drafter
+    was loaded from `init`. Its shape is then fixed, so the warning proposes another drafter.
     """
     own = drafter.num_parameters()
     layers = sum(parameter.numel() for parameter in decoder_layers(target).parameters())
     if own <= layers:
         return None
     remedy = "give fewer --num-hidden-layers or a smaller --intermediate-size"
-    if is_trained:
-        remedy = "begin with a smaller one"
+    if has_init:
+        remedy = "start from a smaller drafter"
     return (
-        f"The drafter has {own:,} parameters and the target's layers {layers:,}, so a step of the drafter costs more than one of "
-        f"the target, and decoding is faster only at a high tau: {remedy}."
+        f"The drafter has {own:,} parameters and the target's layers have {layers:,}, so a step of the drafter costs "
+        f"more than one of the target, and decoding is faster only at a high tau: {remedy}."
     )
 
 
@@ -171,7 +179,7 @@ def widest(trainer: Trainer) -> BatchSize:
         blocks.append(min(plan.num_anchors, len(anchors)))
     sizes = []
     for batch in epoch_sequences(lengths, 0, plan):
-        num_sequences = math.ceil(len(batch) / trainer.num_shares)
+        num_sequences = math.ceil(len(batch) / trainer.num_micro_batches)
         width = _largest_sum(lengths, batch)
         num_blocks = num_sequences * _largest_sum(blocks, batch)
         queries = num_blocks * block_size
@@ -183,5 +191,5 @@ def widest(trainer: Trainer) -> BatchSize:
 
 def _largest_sum(values: list[int], batch: list[list[int]]) -> int:
     """Sums `values` over the documents of each sequence in `batch`, and returns the largest sum."""
-    sums = [sum(values[number] for number in sequence) for sequence in batch]
+    sums = [sum(values[index] for index in sequence) for sequence in batch]
     return max(sums)

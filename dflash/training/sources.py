@@ -1,6 +1,6 @@
 """Opens a source by its name and reads its rows: a file, a folder, or a data set on the Hub, whole or streamed.
 
-It knows no tokenizer.
+It uses no tokenizer.
 """
 
 import hashlib
@@ -42,28 +42,29 @@ def check_split(sources: Iterable[Source], split: str) -> None:
     are_files = [Path(name).expanduser().is_file() for name in names]
     if split != "train" and names and all(are_files):
         raise ValueError(
-            f"--split {split} chooses a part of a data set, and {', '.join(names)} is a file: leave it out."
+            f"--split {split} chooses a part of a data set, and the data ({', '.join(names)}) names files, which have "
+            "no splits: leave --split out."
         )
 
 
 def read_rows(source: str, split: str, streaming: bool = False) -> Iterable[Mapping[str, Any]]:
     """Returns an iterable over the rows of a source, which is named as [`load_examples`] takes it.
 
-    With `streaming`, `datasets` neither downloads nor converts a whole data set: it reads rows when they are asked for. Rows
-    of a file of JSON lines can be iterated once, and a malformed line raises when it is reached.
+    With `streaming`, `datasets` neither downloads nor converts a whole data set: it reads rows when they are asked for.
+    Rows of a file of JSON lines can be iterated once, and a malformed line raises when it is reached.
 
     Raises:
-        ValueError: for an empty name, a split that does not exist, or a line that is no row.
+        ValueError: for an empty name, a split that does not exist, or a line that is not a row.
         FileNotFoundError: for a file or data set that does not exist.
     """
     return open_source(source, split, streaming).rows()
 
 
 def open_source(source: str, split: str, streaming: bool = False) -> OpenSource:
-    """Opens the source of a name; without `streaming`, a data set is downloaded now.
+    """Opens a source by its name. Without `streaming`, a data set is downloaded now.
 
-    ValueError for an empty name or an unknown split, FileNotFoundError if there is no such source. A malformed line raises when
-    `rows()` reaches it.
+    ValueError for an empty name or an unknown split, FileNotFoundError if there is no such source. A malformed line
+    raises when `rows()` reaches it.
     """
     if not source:
         raise ValueError("The name of the data is empty: give a file, a folder, or the id of a data set on the Hub.")
@@ -92,18 +93,22 @@ def open_source(source: str, split: str, streaming: bool = False) -> OpenSource:
         )
     except (FileNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(
-            f"{source} is neither a file nor a data set that can be reached ({str(error).splitlines()[0]}): give a file, a "
-            "folder, or the id of a data set on the Hub."
+            f"{source} is neither a file nor a data set that can be reached ({str(error).splitlines()[0]}): give a "
+            "file, a folder, or the id of a data set on the Hub."
         ) from error
 
 
 def _opened(builder: Any, split: str, streaming: bool, source: str) -> OpenSource:
-    """Returns the source that a builder of `datasets` reads, as a stream or a table; ValueError for an unknown split."""
+    """Returns the source that a builder of `datasets` reads, streamed or as a table.
+
+    ValueError for an unknown split.
+    """
     if not streaming:
         _prepare(builder, source)
         return _of_table(_split(builder.as_dataset(), split, source))
     rows = _split(builder.as_streaming_dataset(), split, source)
-    # The name of the cache's folder changes with the commit on the Hub or, for local files, with their modification time.
+    # The name of the cache's folder changes with the commit on the Hub or, for local files, with their modification
+    # time.
     return OpenSource(lambda: rows, lambda: Version(f"{builder.cache_dir} {split}", None))
 
 
@@ -117,7 +122,8 @@ def _prepare(builder: Any, source: str) -> None:
         lines = str(error.__cause__ or error).strip().splitlines()
         reason = lines[-1].rstrip(".")  # after the names of all columns
         raise ValueError(
-            f"{source} cannot be read as one table ({reason}): give files of one kind with the same columns, or one of them."
+            f"{source} cannot be read as one table ({reason}): give files of one kind with the same columns, or only "
+            "one file."
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Takes the optimiser steps of a run, in one process or several. It knows no text.
+"""Takes the optimiser steps of a run, in one process or several. It works on token ids, never on text.
 
-Every process computes its share of each batch, cut into `gradient_accumulation_steps` parts. Losses, gradients and counts are
-summed, so that neither the number of processes nor that of parts changes what is learned.
+Each process computes `gradient_accumulation_steps` micro-batches of each batch. Losses, gradients and counts are
+summed, so that neither the number of processes nor that of micro-batches changes what is learned.
 """
 
 import math
@@ -29,15 +29,15 @@ from .device import computes_in_bf16, is_cpu_alone
 from .distributed import (
     asked_sharding,
     counts_of_each,
-    counts_of_share,
+    counts_of_process,
+    decodable,
     full_state,
     is_sharded,
     join_acceptances,
     join_gradients,
-    load_full_state,
+    load_optimizer_states,
     shard_drafter,
     shard_layers,
-    whole_copy,
 )
 from .examples import Examples, Prompts, has_rejected, lengths_of
 from .features import MANIFEST, CachedFeatures, facts_of, feature_bytes, write_features
@@ -50,7 +50,7 @@ from .settings import Facts, TrainingSettings
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What is reported of one optimiser step, equal on all processes."""
+    """The figures of one optimiser step, equal on all processes."""
 
     loss: float  # weighted mean over the whole batch
     gradient_norm: float  # before clipping
@@ -59,27 +59,28 @@ class StepFigures:
 
 
 class Place(NamedTuple):
-    """The epoch of a batch and its number in the epoch, from 0."""
+    """The epoch of a batch and its index in the epoch."""
 
     epoch: int
-    number: int
+    batch_index: int
 
 
 class Trainer:
-    """Trains a drafter step by step, and keeps how far training has come. It writes no file but the target's features.
+    """Trains a drafter step by step, and keeps track of its progress. It writes no files except the target's features.
 
     Args:
         drafter: The drafter, with fp32 weights; trained in place.
-        target: Its target. It is frozen in place.
+        target: Its target, which is frozen in place.
         examples: Sequences to train on, already checked by `usable`.
         settings: The recipe.
-        state: The result of `state()` in an earlier start of the same run, to go on from there.
-        announce: Called with a sentence about anything that will take long or much space, or is done differently.
+        state: The result of `state()` in an earlier start of the same run, which goes on from there.
+        announce: Called with a sentence about anything that will take long or much space, or is done
+            differently than the settings ask.
         trackers: Passed on to `Accelerator`: `log_with`, `project_dir`.
 
     Raises:
-        ValueError: for settings that do not fit the drafter, the data or accelerate's configuration, or a folder of features
-            that belongs to another run.
+        ValueError: for settings that do not fit the drafter, the data or accelerate's configuration, or a folder of
+            features that belongs to another run.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Trainer:
         # accelerate's own setting of the precision would hold for all later runs of the process.
         self.precision = settings.mixed_precision or ("bf16" if computes_in_bf16() else "no")
         self.muon_rate = settings.muon_rate(drafter.config.hidden_size)
-        self.num_shares = self.accelerator.num_processes * settings.gradient_accumulation_steps
+        self.num_micro_batches = self.accelerator.num_processes * settings.gradient_accumulation_steps
         self._check_settings()
         if settings.lora_rank is not None:
             add_low_rank_updates(drafter, settings.lora_rank, settings.seed)
@@ -134,7 +135,7 @@ class Trainer:
             rejected_share=settings.rejected_share,
         )
         if self.plan.pack_length != settings.pack_length:
-            announce(f"{type(target).__name__} cannot keep packed sequences apart: they are not packed.")
+            announce(f"{type(target).__name__} cannot keep packed documents apart: they are not packed.")
         self.num_steps = settings.steps or settings.epochs * self.batches_per_epoch
         self.step_number = 0
         self.next_place = Place(0, 0)
@@ -144,25 +145,26 @@ class Trainer:
         self._batches = self._endless_batches()
 
     def _check_settings(self) -> None:
-        """Raises ValueError for `freeze_init` without a frozen weight, or `rejected_share` without recorded rejections."""
+        """Raises ValueError for `freeze_init` without a frozen weight, or `rejected_share` without rejected drafts."""
         settings = self.settings
-        is_trained = [parameter.requires_grad for parameter in self.drafter.parameters()]
-        if settings.freeze_init and all(is_trained):
+        requires_grad = [parameter.requires_grad for parameter in self.drafter.parameters()]
+        if settings.freeze_init and all(requires_grad):
             raise ValueError(
-                "freeze_init, and all weights of the drafter would be trained: begin with `train_drafter`, or set "
-                "requires_grad of the weights to keep to False."
+                "freeze_init is set but no weight is frozen: begin with `train_drafter`, or set requires_grad of the "
+                "weights to keep to False."
             )
         if settings.rejected_share and not has_rejected(self.examples):
             raise ValueError(
-                f"rejected_share={settings.rejected_share}: the data records no rejected draft: give a trace of dflash "
-                "regenerate --trace, or leave it out."
+                f"rejected_share={settings.rejected_share} and the data records no rejected draft: give a trace of "
+                "dflash regenerate --trace, or leave rejected_share out."
             )
 
     def _place_models(self, state: Facts | None) -> None:
         settings = self.settings
         device = self.accelerator.device
         target: Any = self.target.requires_grad_(False).eval()
-        if settings.shard_target:  # before it is moved: as a whole it may be larger than a device
+        # The target is sharded before it is moved: the whole target may not fit into the memory of one device.
+        if settings.shard_target:
             shard_layers(decoder_layers(target))
         if not hasattr(target, "hf_device_map"):
             target.to(device)
@@ -170,19 +172,19 @@ class Trainer:
             self.drafter.load_state_dict(state["drafter"])
         sharding = asked_sharding(self.accelerator)
         if settings.freeze_init and sharding is not None:
-            raise ValueError("freeze_init, and accelerate's configuration asks for FSDP: leave FSDP out of it.")
+            raise ValueError("freeze_init is set and accelerate's configuration asks for FSDP: leave FSDP out of it.")
         if settings.lora_rank is not None and sharding is not None:
             raise ValueError(
-                f"lora_rank={settings.lora_rank}, and accelerate's configuration asks for FSDP: a low-rank update is small; "
-                "leave FSDP out of it."
+                f"lora_rank={settings.lora_rank} and accelerate's configuration asks for FSDP: a low-rank update is "
+                "small; leave FSDP out of it."
             )
         if settings.shard or sharding is not None:
             shard_drafter(self.drafter, **(sharding or {}))
-        # It is moved but not wrapped: a wrapped forward would stay in bf16 when the drafter decodes.
+        # The drafter is moved but not wrapped: a wrapped forward would stay in bf16 when the drafter decodes.
         self.drafter.to(device)
 
     def _groups(self) -> list[Facts]:
-        """Returns the parameter groups of all optimisers. Not stored, because loading a training state replaces them."""
+        """Returns the parameter groups of all optimisers. They are not stored: loading a state replaces them."""
         return list(chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers))
 
     @property
@@ -206,7 +208,7 @@ class Trainer:
         return feature_bytes(self._frozen, self.examples, wants_states)
 
     def _cached_features(self, announce: Announce) -> CachedFeatures | None:
-        """Returns a reader of the folder `settings.features`, which the first process fills; `None` without a folder."""
+        """Returns a reader of the folder `settings.features`, which the first process fills; `None` without one."""
         settings = self.settings
         if settings.features is None:
             return None
@@ -239,7 +241,7 @@ class Trainer:
         """Takes one optimiser step on the next batch. If any process passes `stop`, `is_stopping` is true on all.
 
         Raises:
-            FloatingPointError: if loss or gradient are not finite; the weights are those of the step before.
+            FloatingPointError: if loss or gradient are not finite; the weights of the step before are kept.
         """
         self.drafter.train()
         place, batch = next(self._batches)
@@ -263,19 +265,19 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.counts = counts if self.counts is None else self.counts + counts
-        self.next_place = Place(place.epoch, place.number + 1)
+        self.next_place = Place(place.epoch, place.batch_index + 1)
         rates = [group["lr"] for group in self._groups()]
         named_rates = dict(zip(group_names(self.optimizers), rates, strict=True))
         return StepFigures(loss, norm.item(), named_rates, is_stopping)
 
     def _backward(self, batch: Batch) -> DraftCounts:
-        """Accumulates the gradients of this process's share of `batch`, and returns its counts."""
+        """Accumulates the gradients of this process's micro-batches of `batch`, and returns their counts."""
         device = self.accelerator.device
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16")
         all_counts = []
-        for part in self._parts(batch):
+        for micro_batch in self._micro_batches(batch):
             with autocast:
-                loss_sum, counts = self._loss_of(part.to(device))
+                loss_sum, counts = self._loss_of(micro_batch.to(device))
             if is_sharded(self.drafter):  # FSDP takes the mean of the gradients over the processes
                 loss_sum = loss_sum * self.accelerator.num_processes
             self.accelerator.backward(loss_sum)
@@ -290,7 +292,7 @@ class Trainer:
             num_sequences = len(batch.input_ids)
             first_ids = batch.input_ids[0, :8].tolist()
             raise FloatingPointError(
-                f"The {name} of step {step} is {value}, on batch {place.number} of epoch {place.epoch} "
+                f"The {name} of step {step} is {value}, on batch {place.batch_index} of epoch {place.epoch} "
                 f"({num_sequences} sequences, the first of which begins with the ids {first_ids}): "
                 f"lower {self.rates}, set mixed_precision='no', or look at that batch."
             )
@@ -298,7 +300,8 @@ class Trainer:
     def measure(self, held_out: Prompts) -> Facts:
         """Returns a point of the curve: training counts since the last point, and the acceptance on `held_out`.
 
-        The counts are then reset. Without a step since the last point there are none. All processes must call it.
+        The counts are then reset. If no step was taken since the last point, there are no counts. All processes must
+        call it.
         """
         accelerator = self.accelerator
         point: Facts = {"step": self.step_number}
@@ -312,13 +315,13 @@ class Trainer:
         return point
 
     def acceptance(self, prompts: Prompts) -> AcceptanceCounts:
-        """Decodes `prompts` greedily, shared among the processes, and returns the counts of all. All processes must call it.
+        """Decodes `prompts` greedily, shared among the processes, and returns the counts of all processes.
 
-        FloatingPointError if training has made the drafter's logits NaN or infinite.
+        All processes must call it. FloatingPointError if training has made the drafter's logits NaN or infinite.
         """
-        drafter = self.whole_drafter().eval()
+        drafter = self.decodable_drafter().eval()
         index, count = self.accelerator.process_index, self.accelerator.num_processes
-        if is_sharded(self.target):  # it runs only where all processes run it, so each decodes all prompts
+        if is_sharded(self.target):  # it runs only where all processes run it, so each of them decodes all prompts
             index, count = 0, 1
         try:
             own_prompts = prompts[index::count]
@@ -336,16 +339,18 @@ class Trainer:
             ) from error
         return join_acceptances(self.accelerator, acceptance) if count > 1 else acceptance
 
-    def whole_drafter(self) -> DFlashDraftModel:
-        """Returns the drafter unsharded and with low-rank updates merged, to decode or save. All processes must call it."""
-        return whole_copy(self.drafter)
+    def decodable_drafter(self) -> DFlashDraftModel:
+        """Returns the drafter unsharded and with low-rank updates merged, to decode or save.
+
+        All processes must call it.
+        """
+        return decodable(self.drafter)
 
     def state(self) -> Facts:
         """Returns what a resumed run goes on from: weights, optimisers, step, place in the data and counts.
 
-        It is passed as `state` to a new [`Trainer`]. All processes must call it.
-
-        If the drafter is sharded, only the first process gets the tensors.
+        A new [`Trainer`] takes the result as `state`. All processes must call it. If the drafter is sharded, only the
+        first process gets the tensors.
         """
         return full_state(self.drafter, self.optimizers) | {
             "step": self.step_number,
@@ -354,21 +359,21 @@ class Trainer:
         }
 
     def _go_on_from(self, state: Facts) -> None:
-        load_full_state(self.drafter, self.optimizers, state)
+        load_optimizer_states(self.drafter, self.optimizers, state)
         self.step_number = state["step"]
         self.next_place = Place(*state["place"])
         if state["counts"] is not None:
-            self.counts = counts_of_share(self.accelerator, state["counts"])
+            self.counts = counts_of_process(self.accelerator, state["counts"])
 
-    def _parts(self, batch: Batch) -> list[Batch]:
-        """This process's share of `batch`, cut into the parts whose gradients are accumulated."""
-        shares = range(self.accelerator.process_index, self.num_shares, self.accelerator.num_processes)
-        parts = [batch.share(share, self.num_shares) for share in shares]
-        if is_sharded(self.drafter) or is_sharded(self.target):  # all processes must run equally often
-            return parts
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        """Returns this process's micro-batches of `batch`, whose gradients are accumulated."""
+        indices = range(self.accelerator.process_index, self.num_micro_batches, self.accelerator.num_processes)
+        micro_batches = [batch.micro_batch(index, self.num_micro_batches) for index in indices]
+        if is_sharded(self.drafter) or is_sharded(self.target):  # all processes must run the same number of forwards
+            return micro_batches
         num_sequences = len(batch.input_ids)
-        num_full = sum(share < num_sequences for share in shares)
-        return parts[: max(1, num_full)]
+        num_full = sum(index < num_sequences for index in indices)
+        return micro_batches[: max(1, num_full)]
 
     @cached_property
     def batches_per_epoch(self) -> int:
@@ -377,10 +382,10 @@ class Trainer:
         return len(epoch_sequences(lengths, 0, self.plan))
 
     def _endless_batches(self) -> Iterator[tuple[Place, Batch]]:
-        """Yields every batch from `next_place` on with its place, epoch after epoch, without end."""
+        """Yields each batch from `next_place` on, with its place, epoch after epoch without end."""
         epoch, first = self.next_place
         while True:
             batches = epoch_batches(self.examples, epoch, self.plan, first)
-            for number, batch in enumerate(batches, start=first):
-                yield Place(epoch, number), batch
+            for index, batch in enumerate(batches, start=first):
+                yield Place(epoch, index), batch
             epoch, first = epoch + 1, 0

@@ -1,7 +1,9 @@
-"""Keeps the training state of a run on disk. It is written aside and renamed, so that a kill leaves a whole state.
+"""Keeps the training state of a run on disk.
 
-The output itself is a checkpoint that users load. The training state is therefore in a folder of its own, `OUTPUT.state`, which
-is deleted when the run is complete.
+It is written aside and renamed, so that a killed process never leaves a half-written state.
+
+The output itself is a checkpoint that users load. The training state is therefore in a folder of its own,
+`OUTPUT.state`, which is deleted when the run is complete.
 """
 
 import json
@@ -28,7 +30,7 @@ FACTS_FILE, TENSORS_FILE = "state.json", "state.pt"
 
 
 def state_folder(output: Path) -> Path:
-    """The folder of the training state that belongs to `output`."""
+    """Returns the folder of the training state that belongs to `output`."""
     return output.with_name(f"{output.name}.state")
 
 
@@ -36,9 +38,9 @@ def save_state(folder: Path, facts: Facts, tensors: Facts | None) -> None:
     """Writes a training state to `folder`, replacing an older one. `tensors` are `None` before the first step.
 
     Raises:
-        OSError: if it cannot be written, for example on a full disk; the older state stays.
+        OSError: if it cannot be written, for example on a full disk; the older state is kept.
     """
-    with saving("training state", folder), written_aside(folder) as aside:
+    with save_errors("training state", folder), written_aside(folder) as aside:
         aside.mkdir()
         if tensors is not None:
             torch.save(tensors, aside / TENSORS_FILE)
@@ -46,10 +48,11 @@ def save_state(folder: Path, facts: Facts, tensors: Facts | None) -> None:
 
 
 @contextmanager
-def saving(what: str, folder: Path, left: str | None = None) -> Iterator[None]:
+def save_errors(what: str, folder: Path, left: str | None = None) -> Iterator[None]:
     """Inside the `with`, turns any library's error about a failed write into one OSError with the remedy.
 
-    Its message names `what` could not be written, and `left` is what `folder` then holds. Default: the older state, or none.
+    Its message says that `what` cannot be written, then `left`: what `folder` still holds. Default of `left`: whether
+    there is an older one.
     """
     try:
         yield
@@ -57,13 +60,13 @@ def saving(what: str, folder: Path, left: str | None = None) -> Iterator[None]:
         # torch raises RuntimeError, safetensors an error of its own.
         if not isinstance(error, (OSError, RuntimeError)) and type(error).__name__ != "SafetensorError":
             raise
-        left = left or ("the older one stands" if folder.exists() else "there is no older one")
+        left = left or ("the older one is kept" if folder.exists() else "there is no older one")
         remedy = "make room and run again with --resume"
         raise OSError(f"The {what} {folder} cannot be written ({first_line(error)}); {left}: {remedy}.") from error
 
 
 def read_tensors(folder: Path) -> Facts | None:
-    """Loads the tensors of a training state to the CPU; `None` if it has none, ValueError if there is no such folder."""
+    """Loads the tensors of a training state to the CPU; `None` if it has none, ValueError if there is no folder."""
     if not folder.is_dir():
         remedy = "give an output on a disk that all machines share"
         raise ValueError(f"The training state {folder} is not on this machine: {remedy}.")
@@ -72,7 +75,10 @@ def read_tensors(folder: Path) -> Facts | None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Deletes the half-written files that a killed process left beside `folder`, and restores a folder that it had moved aside."""
+    """Deletes the half-written files that a killed process left beside `folder`.
+
+    Restores `folder` if the process had moved it aside.
+    """
     restore_replaced(folder)
     for partial in leftovers(folder, "partial-*"):
         if partial.is_dir():
@@ -82,9 +88,12 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def remove_state(folder: Path) -> None:
-    """Deletes the training state in `folder`, if there is one. A kill meanwhile leaves no half of a state."""
+    """Deletes the training state in `folder`, if there is one.
+
+    If the process is killed meanwhile, no half-deleted state is found later.
+    """
     if folder.exists():
-        folder.rename(folder.with_name(f".{folder.name}.partial-{os.getpid()}"))  # a kill leaves no half of it
+        folder.rename(folder.with_name(f".{folder.name}.partial-{os.getpid()}"))
     clear_leftovers(folder)
 
 
@@ -98,32 +107,32 @@ class Claim:
 
 
 def find_run(output: Path, settings: TrainingSettings, resume: bool, overwrite: bool) -> Claim:
-    """Returns the claim on `output`, with the unfinished or finished run to resume in it, or without one to begin anew.
+    """Returns the claim on `output`. It holds the unfinished or finished run to resume, or neither to begin anew.
 
     Raises:
-        ValueError: if `output` holds a run and neither `resume` nor `overwrite` is given, if both are given, or if `output`
-            holds a run with other settings, or a checkpoint without a run, and `resume` is given.
+        ValueError: if `output` holds a run and neither `resume` nor `overwrite` is given, if both are given, or if
+            `output` holds a run with other settings, or a checkpoint without a run, and `resume` is given.
     """
     refuse_both(resume, overwrite)
     folder = state_folder(output)
     saved, finished = _read_json(folder / FACTS_FILE), _read_json(output / "training.json")
     holds_checkpoint = output.is_dir() and any(output.iterdir())
     if saved is not None and not saved["step"] and not holds_checkpoint:
-        saved = None  # it ended before it had made anything
+        saved = None  # the run ended before it had written a checkpoint
     if overwrite or not (saved or holds_checkpoint):
         return Claim(output)
     if not resume:
         raise ValueError(
-            f"{output} holds another run: pass resume (--resume) to go on with it, overwrite (--overwrite) to begin anew, "
-            "or choose another output."
+            f"{output} holds another run: pass resume (--resume) to go on with it, overwrite (--overwrite) to begin "
+            "anew, or choose another output."
         )
     if saved is not None:
         _refuse_other_settings(settings, saved["settings"])
         return Claim(output, saved=saved)
     if finished is None or "curve" not in finished:
         raise ValueError(
-            f"{output} holds a checkpoint that no training run wrote, and there is no training state ({folder.name}) to resume: "
-            "choose another output, or pass overwrite (--overwrite)."
+            f"{output} holds a checkpoint that no training run wrote, and there is no training state ({folder.name}) "
+            "to resume: choose another output, or pass overwrite (--overwrite)."
         )
     _refuse_other_settings(public_settings(settings), finished["settings"])
     return Claim(output, finished=finished)
@@ -145,6 +154,6 @@ def public_settings(settings: TrainingSettings) -> TrainingSettings:
 
 
 def _refuse_other_settings(settings: TrainingSettings, saved: Facts) -> None:
-    before = TrainingSettings().decisive()  # a setting that is newer than the run had its default
+    before = TrainingSettings().decisive()  # a setting that did not exist at the time of the run had its default
     before |= {name: value for name, value in saved.items() if name in before}
     refuse_changes(before, settings.decisive())

@@ -31,8 +31,8 @@ def check_upload(settings: TrainingSettings) -> None:
     licence = read_licence(init)
     if licence.forbids_changed_copies:
         raise ValueError(
-            f"publish_to={repo_id!r}: the licence {licence.inherited} of {init} forbids to share a changed copy; leave it out, or "
-            "use `dflash publish --accept-licence` if you have permission."
+            f"publish_to={repo_id!r}: the licence {licence.inherited} of {init} forbids sharing a changed copy; leave "
+            "publish_to out, or use `dflash publish --accept-licence` if you have permission."
         )
 
 
@@ -46,9 +46,9 @@ class Uploads:
     step: int = 0  # of the last upload
 
     def add(self, step: int, is_last: bool = False) -> None:
-        """Uploads the checkpoint of `step` in one commit, if it is new or the run's last one; a new repository is private.
+        """Uploads the checkpoint of `step` in one commit, if it is new or the last of the run.
 
-        A failure is announced and not raised.
+        A new repository is private. A failure is announced and not raised.
         """
         from huggingface_hub import HfApi
 
@@ -60,7 +60,7 @@ class Uploads:
             licence_lines("publish", str(self.folder))
             is_new = not HfApi().repo_exists(self.repo_id)
             publication = publish(plan, private=is_new, message=f"Step {step}")
-        except Exception as error:  # of any type: hours of training do not end for an upload
+        except Exception as error:  # of any type: a failed upload must not end hours of training
             reason = str(error).strip() or type(error).__name__
             self.announce(f"Step {step:,} was not uploaded, and the run goes on: {reason}")
             return

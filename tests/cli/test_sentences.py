@@ -122,7 +122,7 @@ def test_a_chat_template_that_writes_nothing_names_the_row(row: dict[str, str], 
     command = "train" if "completion" in row else "regenerate"
     done = run(command, "--target", target, "--data", data, "--output", target.parent / "new.jsonl")
     assert "Row 1 of" in refusal(done)
-    assert "The chat template writes nothing of this prompt" in done[2]
+    assert "The chat template renders this prompt as an empty text" in done[2]
 
 
 # Texts.
@@ -212,7 +212,7 @@ def test_a_folder_of_mixed_files_is_named(run: Run, originals: Path, tmp_path: P
     done = run("train", "--target", originals / "target", "--data", mixed, "--output", tmp_path / "new")
     sentence = refusal(done)
     assert sentence.startswith(f"{mixed} cannot be read as one table (")
-    assert sentence.endswith("give files of one kind with the same columns, or one of them.")
+    assert sentence.endswith("give files of one kind with the same columns, or only one file.")
 
 
 def test_rows_of_a_task_that_are_nested_too_deeply(run: Run, originals: Path, tmp_path: Path) -> None:

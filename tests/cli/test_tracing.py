@@ -152,17 +152,17 @@ def test_a_text_that_is_interrupted_is_recorded_as_far_as_it_came(tmp_path: Path
         ),
         (
             '{{"prompt": "mine"}}\n',
-            "Line 1 of {path} is no complete row of a trace: name a new file, or one that --trace wrote.",
+            "Line 1 of {path} is not a complete row of a trace: name a new file, or one that --trace wrote.",
         ),
         (
             '{{"prompt": "mine"}}',
-            "Line 1 of {path} is no complete row of a trace: name a new file, or one that --trace wrote.",
+            "Line 1 of {path} is not a complete row of a trace: name a new file, or one that --trace wrote.",
         ),
         (
             '{{"target": "t", "rejected": []}}',
-            "Line 1 of {path} is no complete row of a trace: name a new file, or one that --trace wrote.",
+            "Line 1 of {path} is not a complete row of a trace: name a new file, or one that --trace wrote.",
         ),
-        ("no JSON", "Line 1 of {path} is no complete row of a trace: name a new file, or one that --trace wrote."),
+        ("no JSON", "Line 1 of {path} is not a complete row of a trace: name a new file, or one that --trace wrote."),
     ],
 )
 def test_a_file_that_is_no_trace_of_this_pair_is_refused_and_stays(
@@ -242,7 +242,7 @@ def test_a_resumed_trace_of_another_target_is_refused_in_python_too(tmp_path: Pa
     Trace(path, make_target(num_hidden_layers=1), tokenizer).append([1], [2], [0])
     with pytest.raises(ValueError, match=r"t\.jsonl: Row 1 was recorded with the weights .*: name another file\."):
         Trace(path, make_target(num_hidden_layers=1, seed=1), tokenizer)
-    Trace(path, make_target(num_hidden_layers=1, seed=1), tokenizer, begin=True).append([3], [4], [])
+    Trace(path, make_target(num_hidden_layers=1, seed=1), tokenizer, overwrite=True).append([3], [4], [])
     assert [row["prompt_ids"] for row in rows(path)] == [[3]]
 
 

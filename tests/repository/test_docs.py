@@ -162,7 +162,7 @@ def test_the_configurations_of_an_8b_target_are_settings_that_fit(
         precision=settings.mixed_precision,
         attention="flex_attention",
         plan=BatchPlan(settings.num_anchors, settings.batch_tokens),
-        num_shares=processes * settings.gradient_accumulation_steps,
+        num_micro_batches=processes * settings.gradient_accumulation_steps,
     )
     for length in (64, 256, 540, 1000, settings.max_length):
         one = Example([5] * length, [1] * length)

@@ -333,9 +333,9 @@ def test_divergence_is_one_sentence_and_the_best_weights_are_kept(
     run: Any, folder: Path, answers: Path, tmp_path: Path
 ) -> None:
     status, _, err = run(tmp_path / "output", answers, "--learning-rate", 1e30)
-    assert (status, re.search(r"is nan.*the checkpoint of step 0 stands in", err) is not None) == (1, True), err
+    assert (status, re.search(r"is nan.*the checkpoint of step 0 is kept in", err) is not None) == (1, True), err
     status, _, err = run(tmp_path / "measured first", answers, "--learning-rate", 1e30, "--eval-every", 1)
-    said = r"After step 1 the drafter's logits are NaN or infinite: lower learning_rate=1e\+30; the checkpoint of step 0 stands"
+    said = r"After step 1 the drafter's logits are NaN or infinite: lower learning_rate=1e\+30; the checkpoint of step 0 is kept"
     assert (status, re.search(said, err) is not None) == (1, True), err
     before = weights(folder / "drafter")
     assert all(torch.equal(value, before[name]) for name, value in weights(tmp_path / "output").items())
@@ -412,20 +412,20 @@ def test_bad_input_is_one_sentence_before_anything_is_trained(
         written("other.jsonl", weights="0b"),
     )
     refused("holds answers, which are read whole: leave --streaming out", answers, "--streaming", "--samples", 5)
-    refused("is as long as a block of 6 with two supervised", written("short.jsonl", response_ids=[5]))
+    refused("has at least 6 tokens (a block) and two supervised", written("short.jsonl", response_ids=[5]))
     path.write_text("\n".join(answers.read_text().splitlines()[:9]))
-    for words in (
-        (),
-        ("--held-out", 24),
+    for held_out, words in (
+        (2, ()),
+        (24, ("--held-out", 24)),
     ):  # once `held_out=24: … give at most 0` came first, or that no acceptance is measured
         status, _, err = run(tmp_path / "output", path, *words)
         assert (status, err.splitlines()[-1]) == (
             1,
-            f"dflash: {path} has 9 usable sequences, and none is held out to see what accepts more: give ten or more, and a "
-            "held_out above 0.",
+            f"dflash: {path} has 9 usable sequences and held_out is {held_out}, so none can be held out to measure acceptance: "
+            "give ten sequences or more, and a held_out above 0.",
         )
         assert "held out:" not in err
-    refused("none is held out to see what accepts more", answers, "--held-out", 0)
+    refused("held_out is 0, so none can be held out to measure acceptance", answers, "--held-out", 0)
     (tmp_path / "asked.jsonl").write_text((folder / "asked.jsonl").read_text())
     refused("have the same name in reports (asked)", folder / "asked.jsonl", "--data", tmp_path / "asked.jsonl")
     assert not (tmp_path / "output.answers").exists()
@@ -506,7 +506,7 @@ def test_the_licence_of_the_first_drafter_holds_for_what_is_adapted_from_an_adap
     facts = json.loads((second / "training.json").read_text())
     assert (facts["init_licence"], facts["has_permission"]) == ("cc-by-nd-4.0", True)
     said = (second / "README.md").read_text()
-    assert "whose licence is cc-by-nd-4.0. The licence allows no derivatives: who made this one stated" in said
+    assert "whose licence is cc-by-nd-4.0. The licence allows no derivatives: whoever made this drafter stated" in said
     assert "No licence was stated" not in said
 
 

@@ -374,7 +374,7 @@ def test_a_mix_of_a_file_and_a_stream_has_its_weights(target: Path, folder: str,
     same = prepare(target, [f"{file}:0.75", f"{folder}:0.25"], replace(settings, streaming=False))
     assert list(same.examples) == list(ready.examples)
     prepare(target, folder, replace(settings, samples=25), said.append)
-    assert f"{folder} has 20 usable rows, not 25." in said
+    assert f"{folder} has only 20 usable rows; samples asks for 25." in said
 
 
 def test_streams_that_cannot_be_read_are_refused(
@@ -387,7 +387,8 @@ def test_streams_that_cannot_be_read_are_refused(
         prepare(target, folder, replace(settings, split="test"))
     monkeypatch.setattr(data_module, "SEARCHED_ROWS", 20)
     with pytest.raises(
-        ValueError, match=r"^None of the first 20 rows of .*set is usable \(at least 40 tokens, two supervised"
+        ValueError,
+        match=r"^None of the first 20 rows of .*set is usable \(usable means: at least 40 tokens, two supervised",
     ):
         prepare(target, folder, replace(settings, min_length=40))
     with pytest.raises(ValueError, match="None of 10 sequences"):

@@ -30,12 +30,12 @@ ROWS, WIDTH, VOCAB = 10, 6, 13
 @pytest.mark.parametrize(("block_size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0)])
 def test_weights_decay_from_the_first_drafted_token(block_size: int, gamma: float) -> None:
     assert default_gamma(block_size) == gamma
-    is_learned = torch.ones(2, block_size - 1, dtype=torch.bool)
-    is_learned[1, 3:] = False
-    weights = decay_weights(gamma)(torch.rand(2, block_size - 1), is_learned)
+    is_trained = torch.ones(2, block_size - 1, dtype=torch.bool)
+    is_trained[1, 3:] = False
+    weights = decay_weights(gamma)(torch.rand(2, block_size - 1), is_trained)
     for row in range(2):
         for k in range(1, block_size):
-            expected = math.exp(-(k - 1) / gamma) if is_learned[row, k - 1] else 0.0
+            expected = math.exp(-(k - 1) / gamma) if is_trained[row, k - 1] else 0.0
             assert weights[row, k - 1].item() == pytest.approx(expected)
 
 
@@ -85,13 +85,13 @@ def test_chunked_loss_and_gradient_equal_the_naive_ones(loss: str, weigh: Positi
     hidden = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
     labels, head = torch.randint(0, VOCAB, (ROWS,)), torch.randn(VOCAB, WIDTH, dtype=torch.float64)
     teacher_states, teacher_head = torch.randn(ROWS, 4, dtype=torch.float64), torch.randn(VOCAB, 4).double()
-    is_learned = torch.ones(2, 5, dtype=torch.bool)
-    is_learned[1, 3:] = False
+    is_trained = torch.ones(2, 5, dtype=torch.bool)
+    is_trained[1, 3:] = False
 
     losses = chunked_loss(
         hidden,
         labels,
-        lambda log_probs: weigh(log_probs.exp().view(2, 5), is_learned).flatten(),
+        lambda log_probs: weigh(log_probs.exp().view(2, 5), is_trained).flatten(),
         lambda states: states @ head.T,
         chunk_rows,
         loss=loss,
@@ -99,7 +99,7 @@ def test_chunked_loss_and_gradient_equal_the_naive_ones(loss: str, weigh: Positi
     )
     logits, teacher = hidden @ head.T, teacher_states @ teacher_head.T
     confidences = logits.detach().softmax(-1)[range(ROWS), labels].view(2, 5)
-    weights = weigh(confidences, is_learned).flatten()
+    weights = weigh(confidences, is_trained).flatten()
     expected = sum(
         weights[row] * naive_row_loss(loss, logits[row], int(labels[row]), teacher[row]) for row in range(ROWS)
     )
@@ -370,17 +370,17 @@ def test_accepted_runs_have_the_same_mean_for_any_batching(batching: list[list[i
 
 
 def test_accuracy_by_proposal_counts_learned_rows_only() -> None:
-    is_correct, is_learned = blocks_with_runs([4, 1, 0])
-    is_learned[0, 2:] = False  # the first response ends inside its block
-    summary = count_drafts(is_correct, is_learned, torch.tensor(2.0), torch.tensor(4.0)).summary()
+    is_correct, is_trained = blocks_with_runs([4, 1, 0])
+    is_trained[0, 2:] = False  # the first response ends inside its block
+    summary = count_drafts(is_correct, is_trained, torch.tensor(2.0), torch.tensor(4.0)).summary()
     assert summary["accuracy"] == [pytest.approx(v, abs=1e-4) for v in (2 / 3, 2 / 3, 1.0, 1.0)]
     assert summary["accepted_per_block"] == pytest.approx((2 + 1 + 0) / 3)
     assert summary["loss"] == 0.5
 
 
 def test_absent_blocks_count_for_nothing() -> None:
-    is_correct, is_learned = blocks_with_runs([2, 0])
-    is_learned[1] = False
-    summary = count_drafts(is_correct, is_learned, torch.tensor(0.0), torch.tensor(0.0)).summary()
+    is_correct, is_trained = blocks_with_runs([2, 0])
+    is_trained[1] = False
+    summary = count_drafts(is_correct, is_trained, torch.tensor(0.0), torch.tensor(0.0)).summary()
     assert summary["accepted_per_block"] == 2.0
     assert summary["loss"] == 0.0

@@ -319,7 +319,7 @@ def test_a_batch_without_anchors_has_no_loss_and_a_gradient(target: PreTrainedMo
     """A process with no share of a batch must still meet the others."""
     drafter = drafter_of()
     loss_of = DrafterLoss(FrozenTarget(target, drafter), TrainingSettings(position_weights="dpace"))
-    loss, counts = loss_of(batch_of(EXAMPLE).share(3, 4))
+    loss, counts = loss_of(batch_of(EXAMPLE).micro_batch(3, 4))
     loss.backward()
     assert loss.item() == counts.weight_sum.item() == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())

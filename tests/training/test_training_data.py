@@ -160,7 +160,7 @@ def test_arguments_for_the_template_arrive(tokenizer: Any) -> None:
         ('{"text": "a"}\n{"words": "a"}', r"Row 2 of .*rows\.jsonl: A row with the columns \['words'\]"),
         ('{"prompt": "a"}', r"Row 1 of .*: A row with the columns \['prompt'\] cannot be trained on"),
         ('{"completion": "a"}', r"Row 1 of .*: it is malformed \(KeyError: 'prompt'\)"),
-        ('{"messages": [{"content": "a"}]}', r"Row 1 of .*: the chat template does not take it \(.*role"),
+        ('{"messages": [{"content": "a"}]}', r"Row 1 of .*: the chat template cannot render it \(.*role"),
         ("", r"rows\.jsonl holds no row: give messages, prompt and completion, or text"),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_mix_has_its_weights_and_no_repeats() -> None:
     kept, left_out = mixed([many + many[:5], few], (0.6, 0.4), settings)
     assert [sum(example.input_ids[0] == first for example in kept) for first in (3, 4)] == [12, 8]
     assert len(set(kept)) == 20
-    assert left_out == {"repeats of another one": 5, "to keep the shares of the mix": 38}
+    assert left_out == {"that repeats another one": 5, "for the weights of the mix": 38}
     assert mixed([many + many[:5], few], (0.6, 0.4), settings)[0] == kept
     assert mixed([many, few], (0.6, 0.4), TrainingSettings(seed=1))[0] != kept
     assert mixed([many, few], (None, None), settings) == ([*many, *few], {})
@@ -212,7 +212,7 @@ def test_sequences_of_another_length_are_left_out_of_a_mix() -> None:
     assert [len(example) for example in kept] == [4, 5, 6]
     assert left_out == {"shorter than 4 tokens": 2, "longer than 6 tokens": 3}
     with pytest.raises(
-        ValueError, match=r"Part 2 of the data has no sequence left \(8 repeats of another one\): give"
+        ValueError, match=r"Part 2 of the data has no sequence left \(8 that repeats another one\): give"
     ):
         mixed([part, part], (0.5, 0.5), TrainingSettings())
 
@@ -223,7 +223,9 @@ def test_a_weight_ends_the_name_of_a_part(tmp_path: Path) -> None:
     (tmp_path / "rows:2").touch()
     assert parts_of(tmp_path / "rows:2") == [(str(tmp_path / "rows:2"), None)]
     for wrong in ("a:-1", "a:nan", "a:inf"):
-        with pytest.raises(ValueError, match="is not above 0: give a larger one, or leave this source out"):
+        with pytest.raises(
+            ValueError, match="is not a finite number above 0: give another one, or leave this source out"
+        ):
             parts_of(wrong)
 
 
@@ -250,7 +252,7 @@ def test_sequences_shorter_than_a_block_are_left_out_and_counted() -> None:
     assert kept == [long]
     assert said == ["3 of 4 sequences left out: shorter than a block, or without two supervised tokens in a row."]
     with pytest.raises(
-        ValueError, match=r"None of 2 sequences \(the longest has 5 tokens\) is as long as a block of 4"
+        ValueError, match=r"None of 2 sequences \(the longest has 5 tokens\) has at least 4 tokens \(a block\)"
     ):
         chosen([short, one_token])
 
@@ -273,7 +275,7 @@ def test_a_mask_token_in_the_data_is_refused() -> None:
 def test_ids_that_the_target_does_not_know_are_refused() -> None:
     for token_id in (50, -1):
         with pytest.raises(
-            ValueError, match=rf"Sequence 2 holds the token id {token_id} but the target's vocabulary is 50"
+            ValueError, match=rf"Sequence 2 holds the token id {token_id} but the target's vocabulary has 50 ids"
         ):
             chosen([with_response([3], [5, 6, 7]), with_response([3], [token_id, 6, 7])])
 
@@ -282,9 +284,9 @@ def test_ids_that_the_target_does_not_know_are_refused() -> None:
     ("mask_token_id", "message"),
     [
         (0, "mask_token_id=0 is also the padding token: choose an id that never occurs in text"),
-        (2, r"mask_token_id=2 is also an end-of-text \(2\) token"),
-        (50, "mask_token_id=50 is no id of the target: choose one from 0 to 49"),
-        (-1, "mask_token_id=-1 is no id"),
+        (2, r"mask_token_id=2 is also an end-of-text token"),
+        (50, "mask_token_id=50 is not an id of the target: choose one from 0 to 49"),
+        (-1, "mask_token_id=-1 is not an id"),
     ],
 )
 def test_a_mask_token_that_means_something_is_refused(mask_token_id: int, message: str) -> None:
@@ -323,5 +325,5 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tokenizer: Any) -> None:
     check_tokenizer(tokenizer, size + 64)  # rows to spare
     check_tokenizer(tokenizer, int(size / 1.01) + 1)  # a token or two that a text-only target never reads
     for vocab_size in (int(size / 1.02), 3 * size):
-        with pytest.raises(ValueError, match=rf"knows {size} tokens and the target's vocabulary is {vocab_size}"):
+        with pytest.raises(ValueError, match=rf"has {size} tokens and the target's vocabulary {vocab_size}"):
             check_tokenizer(tokenizer, vocab_size)

@@ -114,7 +114,7 @@ def test_a_folder_left_unfinished_is_written_again_and_a_strange_one_is_not(
         write_features(tmp_path / "mine", frozen, data, facts_of(frozen, data, False), batch_tokens=256)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10, 0, 10))
-    with pytest.raises(ValueError, match=r"take 0\.0 MiB and .* has 0\.0 MiB left: train without features"):
+    with pytest.raises(ValueError, match=r"take 0\.0 MiB and .* has 0\.0 MiB left: leave features out"):
         write_features(tmp_path / "new", frozen, data, facts_of(frozen, data, False), batch_tokens=256)
 
 
@@ -137,6 +137,6 @@ def test_someone_elses_weights_are_no_unfinished_features(frozen: FrozenTarget, 
     """Bug: every .safetensors of the folder was deleted."""
     data, theirs = examples(), tmp_path / "model.safetensors"
     theirs.write_bytes(b"weights")
-    with pytest.raises(ValueError, match=r"holds model\.safetensors, which no write of features left"):
+    with pytest.raises(ValueError, match=r"holds model\.safetensors, which is not a file of features"):
         write_features(tmp_path, frozen, data, facts_of(frozen, data, False), batch_tokens=256)
     assert theirs.read_bytes() == b"weights"

@@ -87,8 +87,8 @@ def test_rows_labels_and_positions_equal_a_double_loop() -> None:
                     expected_id = INPUT_IDS[row, anchor] if offset == 0 else MASK_ID
                     assert layout.token_ids[row, r] == expected_id
                     assert layout.position_ids[row, 12 + r] == column - document_start(row, anchor)
-                assert layout.is_learned[row, r] == (is_response and offset > 0)
-                if layout.is_learned[row, r]:
+                assert layout.is_trained[row, r] == (is_response and offset > 0)
+                if layout.is_trained[row, r]:
                     assert layout.labels[row, r] == INPUT_IDS[row, column]
                     assert layout.previous[row, r] == column - 1
 
@@ -100,24 +100,24 @@ def test_queries_that_propose_the_next_token_have_their_labels_there() -> None:
         for block, anchor in enumerate(ANCHORS[row].tolist()):
             for offset in range(4):
                 r, column = block * 4 + offset, anchor + offset + 1
-                is_learned = (
+                is_trained = (
                     anchor >= 0
                     and column < 12
                     and bool(LOSS_MASK[row, anchor + 1 : column + 1].all())
                     and bool(DOCUMENT_IDS[row, column] == DOCUMENT_IDS[row, anchor])
                 )
-                assert layout.is_learned[row, r] == is_learned
-                if is_learned:
+                assert layout.is_trained[row, r] == is_trained
+                if is_trained:
                     assert layout.labels[row, r] == INPUT_IDS[row, column]
                     assert layout.previous[row, r] == column - 1
                 if anchor >= 0:
                     assert layout.token_ids[row, r] == (INPUT_IDS[row, anchor] if offset == 0 else MASK_ID)
                     assert layout.position_ids[row, 12 + r] == anchor + offset - document_start(row, anchor)
-    assert layout.is_learned.view(2, 3, 4).sum(dim=2).tolist() == [[4, 4, 2], [2, 2, 0]]
+    assert layout.is_trained.view(2, 3, 4).sum(dim=2).tolist() == [[4, 4, 2], [2, 2, 0]]
 
 
 def test_blocks_end_with_the_response() -> None:
-    learned = lay_out(drafter_config()).is_learned.view(2, 3, 4).sum(dim=2)
+    learned = lay_out(drafter_config()).is_trained.view(2, 3, 4).sum(dim=2)
     assert learned.tolist() == [[3, 3, 2], [2, 2, 0]]
 
 

@@ -286,5 +286,5 @@ def test_a_change_of_low_rank_is_not_sharded_by_accelerates_configuration(monkey
     """Bug: `lora_rank` with `shard` was refused, and with FSDP of the configuration it failed at the first measurement."""
     monkeypatch.setattr(trainer, "asked_sharding", lambda accelerator: {})
     settings = replace(SETTINGS, init="begun", lora_rank=2)
-    with pytest.raises(ValueError, match=r"lora_rank=2, and accelerate's configuration asks for FSDP.*leave FSDP out"):
+    with pytest.raises(ValueError, match=r"lora_rank=2 and accelerate's configuration asks for FSDP.*leave FSDP out"):
         trainer.Trainer(make_drafter(), make_target(), examples(), settings)

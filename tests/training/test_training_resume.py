@@ -286,7 +286,7 @@ def test_the_time_of_all_starts_is_recorded(tmp_path: Path, monkeypatch: pytest.
     record = run(output, resume=True)
     assert record.seconds == 7290
     assert json.loads((output / "training.json").read_text())["seconds"] == 7290
-    assert "121.5 minutes on 1 process in all" in (output / "README.md").read_text()
+    assert "the run took 121.5 minutes on 1 process" in (output / "README.md").read_text()
 
 
 def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
@@ -420,7 +420,7 @@ def test_a_full_disk_leaves_the_older_state_and_checkpoint(unbroken: Unbroken, t
         (state_folder(output) / "state.json").write_text(json.dumps(facts))
     with (
         no_file_larger_than(2000),
-        pytest.raises(OSError, match=rf"{what} .* cannot be written .*the older one stands: make room"),
+        pytest.raises(OSError, match=rf"{what} .* cannot be written .*the older one is kept: make room"),
     ):
         run(output, settings, resume=True)
     assert (written(output), (state_folder(output) / "state.pt").read_bytes()) == before
@@ -469,7 +469,7 @@ def test_a_loss_or_gradient_that_is_not_finite_leaves_state_and_checkpoint_as_th
     ) as stopped:
         run(output)
     step = json.loads((output / "training.json").read_text())["best_step"]
-    assert str(stopped.value).endswith(f"or look at that batch; the checkpoint of step {step} stands in {output}.")
+    assert str(stopped.value).endswith(f"or look at that batch; the checkpoint of step {step} is kept in {output}.")
     assert json.loads((state_folder(output) / "state.json").read_text())["step"] == 6
     weights = read_tensors(state_folder(output))["drafter"]
     assert all(tensor.isfinite().all() for tensor in weights.values())
