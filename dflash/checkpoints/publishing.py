@@ -113,7 +113,7 @@ def _read_card(text: str) -> Any:
 def plan_publication(
     folder: str | Path, repo_id: str, target: str | None = None, base_model: str | None = None
 ) -> Publication:
-    """The files to upload, found without a connection.
+    """The files to upload. Nothing is asked of the Hub but a `target` that is there.
 
     These are the checkpoint's files in `folder`, the code that its config names, and, where the folder lacks them, a
     card and the `custom_generate` file. In a card, the lines that load the folder load `repo_id` instead.

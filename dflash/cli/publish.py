@@ -34,7 +34,7 @@ def publish(
     repo_id: Annotated[str, argument("The repository on the Hub.", "NAMESPACE/NAME")],
     target: TargetOfDrafter = None,
     base_model: Annotated[str | None, option("The target's id on the Hub, for the card.", metavar="ORG/NAME")] = None,
-    dry_run: Annotated[bool, option("Print what would be uploaded, and connect to nothing.", "--dry-run")] = False,
+    dry_run: Annotated[bool, option("Print what would be uploaded, and upload nothing.", "--dry-run")] = False,
     hub: HubOptions,
     accept_licence: AcceptLicence = False,
 ) -> None:

@@ -276,8 +276,8 @@ def custom_generate(
         "draft_tree": draft_tree,
         "draft_window": draft_window,
         "history": history,
-        "prompt_lookup_num_tokens": num_looked_up,
-        "max_matching_ngram_size": ngram_size,
+        "prompt_lookup_num_tokens": first_of(num_looked_up, generation_config.prompt_lookup_num_tokens),
+        "max_matching_ngram_size": first_of(ngram_size, generation_config.max_matching_ngram_size),
     }
     if drafter.engine is None:
         check_values(engine_keywords, NO_ENGINE)

@@ -1,4 +1,4 @@
-"""Trains a drafter for a target: data, anchors, blocks, losses and the training loop. Needs the extra `train`."""
+"""Trains a drafter for a target: data, anchors, blocks, losses and the training loop. Needs the extra `train` for most data."""
 
 from typing import TYPE_CHECKING
 

@@ -107,7 +107,9 @@ class TrainingSettings:
     block_size: int | None = _setting(
         None, DRAFTER, "Tokens of a block, anchor included. Default: 16, or as in --init.", 1
     )
-    sliding_window: int | None = _setting(None, DRAFTER, "Attention window of each layer. Default: none.", 1)
+    sliding_window: int | None = _setting(
+        None, DRAFTER, "Attention window of each layer. Default: none, or as in --init.", 1
+    )
     is_causal: bool | None = _setting(
         None, DRAFTER, "Causal attention inside the block. Default: in layers with a sliding window only."
     )
@@ -159,7 +161,9 @@ class TrainingSettings:
         "With --init: train only the added parts, such as a head. If none is added, train those that it already has.",
     )
     mask_token_id: int | None = _setting(
-        None, DRAFTER, "Token id that fills a block. Default: the tokenizer's mask token, or an unused id."
+        None,
+        DRAFTER,
+        "Token id that fills a block. Default: as in --init, the tokenizer's mask token, or an unused id.",
     )
     target_dtype: TargetDtype = _setting(
         "auto", TARGET, "dtype of the target's weights; auto: as stored, but fp32 on a CPU without bf16."
@@ -180,7 +184,7 @@ class TrainingSettings:
         None,
         LOSS,
         "Length of the exponential decay in tokens; implies --position-weights decay unless that is given. Default: "
-        "the paper's for the block size.",
+        "the paper's, or half of another block size.",
     )
     dpace_alpha: float = _setting(0.5, LOSS, "D-PACE: smallest probability of acceptance that is assumed, above 0.")
     selector_weight: float = _setting(1.0, LOSS, "Weight of the loss of the head that chooses token by token.", 0)
@@ -208,7 +212,7 @@ class TrainingSettings:
     split: str = _setting("train", DATA, "Split of a data set that has several.")
     thinking: bool = _setting(False, DATA, "Let the chat template ask for thinking.")
     batch_tokens: int = _setting(4096, STEPS, "Tokens of a batch with padding, over all processes and parts.", 1)
-    held_out: int = _setting(8, DATA, "Sequences to measure acceptance on, at most a tenth of the data.", 0)
+    held_out: int = _setting(8, DATA, "Sequences to measure acceptance on, at most a tenth of --data.", 0)
     eval_data: str | None = _setting(
         None, DATA, "Data to take the held-out sequences from. Default: --data, which is then trained on without them."
     )

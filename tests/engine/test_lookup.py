@@ -21,7 +21,7 @@ from tiny_models import (
 )
 from transformers import PreTrainedModel
 
-from dflash import generate_blocks, spec_generate
+from dflash import custom_generate, generate_blocks, spec_generate
 from dflash.engine.lookup import LookupProposer, PromptLookup, with_lookups
 from dflash.evaluation import timed_blocks
 from dflash.model.acceptance_dflash import Proposals
@@ -235,6 +235,25 @@ def test_a_text_is_looked_up_unless_that_is_refused() -> None:
         assert [t for block in blocks for t in block.token_ids] == truth[0, 16 : 16 + 50].tolist()
         found.append(max((block.num_accepted for block in blocks if block.is_lookup), default=None))
     assert found == [31, None]
+
+
+def test_generate_looks_up_as_its_own_keywords_say() -> None:
+    """Bug: `target.generate(custom_generate=…)` kept `prompt_lookup_num_tokens` for its config, and no one read it there."""
+    target, prompt, _ = repeating(1)
+    drafter = make_drafter(**SMALL)
+    found = []
+    for asked in ({}, {"prompt_lookup_num_tokens": 12, "max_matching_ngram_size": 4}, {"prompt_lookup_num_tokens": 0}):
+        blocks = target.generate(
+            prompt,
+            custom_generate=custom_generate,
+            drafter=drafter,
+            as_blocks=True,
+            max_new_tokens=50,
+            do_sample=False,
+            **asked,
+        )
+        found.append(max((block.num_accepted for block in blocks if block.is_lookup), default=None))
+    assert found == [31, 12, None]
 
 
 @pytest.mark.parametrize("num_repeating", [1, 2])
