@@ -111,9 +111,7 @@ def regenerate(
     server: AnswerServer,
     options: OutputOptions,
 ) -> None:
-    """Answers the prompts of --data with the target, and writes rows to train a drafter on.
-
-    Chats are answered turn by turn.
+    """Answers the prompts of --data with the target, turn by turn in a chat, and writes rows to train a drafter on.
 
     In N processes, each with its share of the rows, on GPUs or on a CPU:
     torchrun --nproc_per_node N -m dflash regenerate …
