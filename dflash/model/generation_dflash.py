@@ -32,6 +32,7 @@ from .requests_dflash import (
     check_config,
     check_drafter,
     check_keywords,
+    check_prepared,
     check_request,
     checked_verification,
     first_of,
@@ -269,6 +270,7 @@ def custom_generate(
     if streamer is not None and (token_streamer is not None or as_blocks):
         raise ValueError("streamer came with token_streamer or as_blocks: pass one of them.")
     check_config(generation_config)
+    check_prepared(input_ids, model_inputs)
     engine_keywords = {
         "adaptive": adaptive,
         "compile": compile,
@@ -287,7 +289,7 @@ def custom_generate(
     if prompt_inputs:
         prompt_inputs["position_ids"] = model_inputs.get("position_ids")  # with three axes for images
     is_sampled = generation_config.do_sample
-    longest = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
+    longest = min(c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria)
     outputs = ("scores", "logits")
     request = Request(
         target=target,
@@ -351,14 +353,17 @@ def _decoder(
 
 def _criteria_of_batch(criteria: StoppingCriteriaList, is_padded: bool, engine: Any) -> list[Any]:
     """The criteria that have to look at all texts of a batch at once. Without the engine, InexactError if texts are not padded."""
-    others = [criterion for criterion in criteria if not isinstance(criterion, MaxLengthCriteria)]
+    others = [criterion for criterion in criteria if type(criterion) is not MaxLengthCriteria]
     if engine is not None:
         return engine.of_batch(others) if is_padded else others
-    if others and not is_padded:
-        raise InexactError(
-            f"{type(others[0]).__name__} in a batch without stop tokens, where no text ends before all do, needs the package "
-            "(pip install dflash-transformers): give eos_token_id, or one prompt."
-        )
+    where = "in a batch without stop tokens, where no text ends before all do,"
+    remedy = "give eos_token_id, or one prompt"
+    if is_padded:
+        others = [criterion for criterion in others if not type(criterion).__module__.startswith("transformers.")]
+        where, remedy = "in a batch, where it may look at all texts at once,", "give one prompt"
+    if others:
+        need = "needs the package (pip install dflash-transformers)"
+        raise InexactError(f"{type(others[0]).__name__} {where} {need}: {remedy}.")
     return []
 
 
@@ -383,7 +388,7 @@ def _guarded(decoder: Decoder) -> Iterator[Block]:
         decoder.conversation.forget()
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        first_line = str(error).splitlines()[0]
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
         remedy = "lower prefill_chunk_size for a long prompt, the number of prompts, max_new_tokens, or draft_tree"
         raise torch.OutOfMemoryError(f"Out of memory ({first_line}): {remedy}.") from error
     finally:

@@ -31,6 +31,7 @@ from .targets_dflash import (
     MASKED_TYPES,
     InexactError,
     check_pair,
+    counts_hidden_tokens,
     layer_types,
     text_config,
 )
@@ -336,14 +337,19 @@ def check_keywords(
     looked_up = first_of(config.prompt_lookup_num_tokens, target.generation_config.prompt_lookup_num_tokens)
     if looked_up is not None:
         raise InexactError("A generation config holds prompt_lookup_num_tokens: pass it to spec_generate.")
-    stops = first_of(keywords.get("stop_token_ids"), keywords.get("eos_token_id"), config.eos_token_id, [])
-    stop_ids = torch.as_tensor(stops, dtype=torch.long).flatten()
+    if first_of(keywords.get("token_healing"), config.token_healing):
+        raise InexactError("token_healing=True rewrites the prompt: leave it out, or use target.generate.")
+    own = target.generation_config  # generate fills a config up from it
+    stops = first_of(
+        keywords.get("stop_token_ids"), keywords.get("eos_token_id"), config.eos_token_id, own.eos_token_id, []
+    )
+    stop_ids = torch.as_tensor(stops, dtype=torch.long, device="cpu").flatten()
     last_ids = prompt_ids[:, -1].cpu()
     has_ended = torch.isin(last_ids, stop_ids)
     if has_ended.any():
         fault = f"A prompt already ends in the stop token {last_ids[has_ended][0]}"
         logger.warning(f"{fault}: the text continues after it, as in generate. Did the tokenizer append it?")
-    pad = first_of(keywords.get("pad_token_id"), config.pad_token_id)
+    pad = first_of(keywords.get("pad_token_id"), config.pad_token_id, own.pad_token_id)
     if mask is None and pad is not None and pad not in stop_ids:
         _check_pad_inside(prompt_ids, pad)
 
@@ -406,13 +412,42 @@ def _check_prompts(request: Request) -> None:
         return
     is_other = (mask != 0) & (mask != 1)
     ends_in_padding = mask[:, -1] == 0
-    faults = torch.stack([is_other.any(), ends_in_padding.any()])
-    holds_other, ends_so = faults.tolist()  # the host waits once
+    begins_hole = mask[:, 1:] < mask[:, :-1]
+    faults = torch.stack([is_other.any(), ends_in_padding.any(), begins_hole.any()])
+    holds_other, ends_so, has_hole = faults.tolist()  # the host waits once
     if holds_other:
         value = mask[is_other][0]
         raise InexactError(f"attention_mask holds {value}: use 1 for tokens and 0 for padding.")
     if ends_so:
         raise InexactError("The prompt ends in padding: pad on the left (tokenizer.padding_side = 'left').")
+    if has_hole and counts_hidden_tokens(request.target):
+        fault = f"attention_mask hides tokens inside a prompt, and {type(request.target).__name__} counts them"
+        reason = "in its windows or states"
+        raise InexactError(f"{fault} {reason}: take these tokens out of the prompt, or use target.generate.")
+
+
+def check_prepared(input_ids: torch.Tensor, model_inputs: Mapping[str, Any]) -> None:
+    """Refuses what the caller of `generate` passed for the target's forward and the loop does not read."""
+    caches = [model_inputs[name] for name in CACHE_NAMES if model_inputs.get(name) is not None]
+    fault = None
+    if not input_ids.shape[1]:
+        fault = "inputs_embeds came without input_ids"
+    elif any(cache.get_seq_length() for cache in caches):
+        fault = "The cache holds keys already"
+    elif _skips_positions(input_ids, model_inputs):
+        fault = "position_ids do not count the prompt's tokens"
+    if fault is not None:
+        raise InexactError(f"{fault}: leave it out of generate(custom_generate=…), or use target.generate.")
+
+
+def _skips_positions(input_ids: torch.Tensor, model_inputs: Mapping[str, Any]) -> bool:
+    """Whether there are positions [B, S] that differ from those which `generate` makes; images have three axes of them."""
+    positions = model_inputs.get("position_ids")
+    if positions is None or positions.dim() != 2:
+        return False
+    mask = first_of(model_inputs.get("attention_mask"), torch.ones_like(input_ids))
+    expected = mask.cumsum(-1) - 1
+    return positions.shape != expected.shape or bool(((positions != expected) & (mask != 0)).any())
 
 
 def _check_prompt_inputs(request: Request) -> None:

@@ -49,11 +49,11 @@ def make_cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Callable
     host_criteria = StoppingCriteriaList()
     device_criteria = StoppingCriteriaList()
     for criterion in criteria:
-        if isinstance(criterion, EosTokenCriteria):
+        if type(criterion) is EosTokenCriteria:
             stop_ids.update(criterion.eos_token_id.tolist())
         elif type(criterion) in HOST_CRITERIA:
             host_criteria.append(criterion)
-        elif not isinstance(criterion, MaxLengthCriteria):  # `max_new_tokens` says the same
+        elif type(criterion) is not MaxLengthCriteria:  # `max_new_tokens` says the same
             device_criteria.append(criterion)
 
     def stops(sequence: TextSequence) -> bool:

@@ -68,6 +68,14 @@ def layer_types(target: Any) -> list[str]:
     return list(getattr(text_config(target), "layer_types", None) or ())
 
 
+def counts_hidden_tokens(target: Any) -> bool:
+    """Whether tokens that the mask hides change the target's text: they fill its windows, or pass through its states."""
+    types = layer_types(target)
+    if not types:
+        return getattr(text_config(target), "sliding_window", None) is not None
+    return set(types) != {"full_attention"}
+
+
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The target's decoder layers, in order."""
     decoder = target.get_decoder() if hasattr(target, "get_decoder") else target

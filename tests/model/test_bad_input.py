@@ -21,11 +21,13 @@ from tiny_models import (
     make_drafter,
     make_prompt,
     make_target,
+    make_tokenizer,
 )
 from transformers import (
     BertConfig,
     BertLMHeadModel,
     BertModel,
+    DynamicCache,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForSequenceClassification,
@@ -451,3 +453,35 @@ def test_settings_are_checked_behind_every_door(
             **asked,
         )
     assert not forwards
+
+
+def filled_cache() -> DynamicCache:
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        ({"position_ids": torch.arange(4)[None] * 3}, "position_ids do not count the prompt's tokens"),
+        ({"past_key_values": filled_cache()}, "The cache holds keys already"),
+        ({"inputs_embeds": torch.zeros(1, 4, 32)}, "inputs_embeds came without input_ids"),
+    ],
+    ids=["positions", "cache", "embeddings"],
+)
+def test_what_generate_is_given_and_the_loop_does_not_read_is_refused(
+    asked: dict[str, Any], shown: str, tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel
+) -> None:
+    """Bug: the first two were ignored, so the text was another one; the third was an error of torch."""
+    ids = {} if "inputs_embeds" in asked else {"input_ids": make_prompt(4)}
+    with pytest.raises(ValueError, match=f"{shown}.*use target.generate"):
+        tiny_target.generate(**ids, **asked, custom_generate=custom_generate, drafter=tiny_drafter, max_new_tokens=4)
+    padded = {"input_ids": make_prompt(4), "attention_mask": torch.tensor([[0, 1, 1, 1]])}
+    tiny_target.generate(**padded, custom_generate=custom_generate, drafter=tiny_drafter, max_new_tokens=2)
+
+
+def test_token_healing_is_refused_by_name(tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel) -> None:
+    """Bug: the error asked for the tokenizer that had been passed."""
+    with pytest.raises(ValueError, match="token_healing=True rewrites the prompt: leave it out"):
+        spec_generate(tiny_drafter, tiny_target, make_prompt(), token_healing=True, tokenizer=make_tokenizer())

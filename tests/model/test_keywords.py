@@ -688,6 +688,28 @@ def test_a_mask_with_a_hole_equals_plain_generate() -> None:
     assert torch.equal(spec_generate(make_drafter(**SHALLOW_DRAFTER), target(), prompt, **options), sequences)
 
 
+def test_a_hole_is_refused_where_hidden_tokens_count() -> None:
+    """Bug: all of 12 prompts had another text: in plain decoding hidden tokens fill a window, and pass through a state."""
+    target = make_target("qwen3_sliding")
+    prompt, mask = make_prompt(8), torch.ones(1, 8, dtype=torch.long)
+    spec_generate(make_drafter(), target, prompt, attention_mask=mask, max_new_tokens=2)
+    mask[0, :2] = 0  # padding
+    spec_generate(make_drafter(), target, prompt, attention_mask=mask, max_new_tokens=2)
+    mask[0, 4] = 0
+    with pytest.raises(ValueError, match="hides tokens inside a prompt, and Qwen3ForCausalLM counts them"):
+        spec_generate(make_drafter(), target, prompt, attention_mask=mask, max_new_tokens=2)
+
+
+def test_a_pad_inside_is_found_by_the_targets_own_id() -> None:
+    """Bug: a config that was passed without `pad_token_id` hid it, though generate fills it up."""
+    model = masked_by_pad_id()
+    prompt = make_prompt(8)
+    prompt[0, 3] = PAD_TOKEN_ID
+    config = GenerationConfig(max_new_tokens=4)
+    with pytest.raises(ValueError, match=f"holds the pad id {PAD_TOKEN_ID} at column 3"):
+        spec_generate(make_drafter(**SHALLOW_DRAFTER), model, prompt, generation_config=config)
+
+
 def test_prompts_that_already_end_in_a_stop_token_go_on() -> None:
     """Promise: only new tokens stop a text; a chat prompt may well end in one."""
     ids, _ = prompts()
@@ -711,6 +733,9 @@ def test_criteria_of_a_batch_without_stop_tokens_need_the_package() -> None:
     with pytest.raises(InexactError, match=r"MaxTimeCriteria in a batch without stop tokens.*give eos_token_id"):
         generation_dflash._criteria_of_batch(criteria, False, None)
     assert generation_dflash._criteria_of_batch(criteria, True, None) == []
+    criteria.append(SumIsLarge())
+    with pytest.raises(InexactError, match=r"SumIsLarge in a batch, where it may look at all texts.*give one prompt"):
+        generation_dflash._criteria_of_batch(criteria, True, None)
 
 
 @pytest.mark.parametrize("nothing", [[], ()])

@@ -53,3 +53,24 @@ def test_criteria_of_the_user_see_every_token() -> None:
     sequence = sequence_of()
     assert cut(sequence, [6]) == [6]
     assert seen[-1] == [7, 8, 6]
+
+
+class SecondStop(EosTokenCriteria):
+    """Stops at the second stop token of a text."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.isin(input_ids, self.eos_token_id).sum(-1) == 2
+
+
+class Later(MaxLengthCriteria):
+    """Stops two tokens later."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[-1] >= self.max_length + 2)
+
+
+def test_a_criterion_that_inherits_from_one_of_transformers_is_asked() -> None:
+    """Bug: only its stop ids were read, or nothing, and the text ended elsewhere."""
+    for criterion, committed in ((SecondStop([4]), [1, 4, 1, 4]), (Later(3), [1, 4, 1])):
+        cut = make_cutter(StoppingCriteriaList([criterion]), max_new_tokens=99)
+        assert cut(sequence_of(), [1, 4, 1, 4, 1]) == committed
