@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from dflash import Block, History, generate_blocks
 from dflash.checkpoints import DRAFTER_NAME, TARGET_NAME, embedded_path, heldout_problems, make_pair
+from dflash.engine.many_texts import drafting_of
 from dflash.engine.state import PairState
 from dflash.training import ADAPTATION, Rollouts, was_rejected
 from dflash.trl import DrafterCallback
@@ -242,6 +244,27 @@ def test_a_second_run_has_its_own_clock_and_best_tau(folder: Path, tokenizer: An
     trainer = run(folder, tokenizer, tmp_path, callback, num_steps=1)
     assert (callback.best_tau, callback.seconds) == (0.0, 0.0)
     assert of_log(trainer, "drafter/seconds") == [0.0]
+
+
+def test_a_run_that_raised_leaves_nothing_to_the_next_one(folder: Path, tokenizer: Any) -> None:
+    """Bug: transformers ends no such run, and the next one counted each step twice, trained on its texts, and left a watcher."""
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    settings = drafting_of(model).settings
+    callback = DrafterCallback(every=1000)
+    begin: Any = partial(callback.on_train_begin, None, None, None, model=model, processing_class=tokenizer)
+    begin()
+    prompt = tokenizer("Hello there, how are you", return_tensors="pt")
+    asked = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+    model.generate(**prompt, **asked)
+    callback.on_step_end(None, SimpleNamespace(global_step=1), None)
+    begin()
+    assert (len(callback.rollouts.examples), callback.rollouts.num_steps, callback._logged.num_steps) == (0, 0, 0)
+    model.generate(**prompt, **asked)
+    num_steps = sum(map(len, model.dflash_stats["acceptance_lengths"]))
+    assert (callback.rollouts.num_steps, callback._logged.num_steps) == (num_steps, num_steps)
+    callback.on_train_end(None, None, None)
+    assert PairState.of(callback.drafter, model).watchers == []
+    assert drafting_of(model).settings is settings
 
 
 def test_texts_of_the_policy_become_its_history(
