@@ -181,7 +181,7 @@ def _why_plain(drafter: Any, model: Any, keywords: Keywords) -> str | None:
         return "the loop takes the prompt as token ids alone."
     if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
         return "processes that share weights (ZeRO-3 or FSDP) run the same forwards, and accept drafts differently."
-    num_texts = len(input_ids)
+    num_texts = len(input_ids) * (_default(model, keywords, "num_return_sequences") or 1)
     for criterion in keywords.get("stopping_criteria") or ():
         kind = type(criterion)
         is_foreign = not kind.__module__.startswith("transformers.")

@@ -333,6 +333,18 @@ def test_criteria_that_look_at_all_texts(
         assert (pair.dflash_stats is not None) == (has_package or num_texts == 1)
 
 
+@pytest.mark.parametrize("is_keyword", [True, False], ids=["keyword", "generation config"])
+def test_criteria_that_look_at_all_texts_of_one_prompt(model: Any, one: torch.Tensor, is_keyword: bool) -> None:
+    """Bug: without the package, the texts of `num_return_sequences` were drafted, and such a criterion saw one at a time."""
+    keywords = {"max_new_tokens": 24, "do_sample": True, "num_return_sequences": 3}
+    asked: dict[str, Any] = keywords if is_keyword else {"generation_config": GenerationConfig(**keywords)}
+    texts = []
+    for way in ({}, {"dflash": False}):
+        torch.manual_seed(0)
+        texts.append(model.generate(one, stopping_criteria=[Together(3)], **way, **asked))
+    assert torch.equal(*texts)
+
+
 # Models that are moved, copied, deleted, and more than one.
 
 
