@@ -242,6 +242,18 @@ def test_what_the_loop_refuses_is_generated_plainly(
     assert "num_beams=2 is not supported" in said[0]
 
 
+def test_token_healing_is_generated_plainly(
+    model: Any, target: Any, one: torch.Tensor, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: the loop has the tokenizer, so `generate` could not heal the prompt, and the request was an error."""
+    healer = copy.deepcopy(tokenizer)
+    healer.bos_token = healer.pad_token
+    asked: dict[str, Any] = {"token_healing": True, "tokenizer": healer, "max_new_tokens": 4, "do_sample": False}
+    plain = target.generate(one[:, :-1], **asked)
+    assert torch.equal(model.generate(one[:, :-1], **asked), plain)
+    assert "Generated without drafts: token_healing=True" in caplog.text
+
+
 def test_plain_text_can_be_asked_for(
     model: Any, one: torch.Tensor, truth: torch.Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
