@@ -363,12 +363,13 @@ def test_values_out_of_range_are_refused_at_once(keywords: Any, words: str) -> N
 def test_a_loss_that_is_not_finite_leaves_the_drafter_as_it_was(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
     callback = DrafterCallback(every=1000, steps=1, settings=RECIPE)
     trainer = run(folder, tokenizer, tmp_path, callback, num_steps=1)
+    examples = list(callback.rollouts.examples)
     callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
     before = copy.deepcopy(callback.drafter.state_dict())
     with torch.no_grad():
         next(callback.trainer.student.parameters()).fill_(torch.nan)
     with pytest.raises(FloatingPointError, match="lower learning_rate"):
-        callback.trainer.train(list(callback.rollouts.examples), 1)
+        callback.trainer.train(examples, 1)
     after = callback.drafter.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(parameter.requires_grad for parameter in trainer.model.parameters())
