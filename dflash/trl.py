@@ -106,6 +106,7 @@ class DrafterCallback(TrainerCallback):
         self.when_tau_falls = when_tau_falls
         self.steps = steps
         self.settings = settings
+        self.most_texts = most_texts
         self.time_share = time_share
         self.has_permission = has_permission
         self.history = history
@@ -125,6 +126,7 @@ class DrafterCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, *, model: Any = None, processing_class: Any = None, **_: Any
     ) -> None:
         """Finds the drafter of the policy, and begins to watch what becomes of its drafts."""
+        self.on_train_end(args, state, control)  # of a run that raised, which transformers does not end
         policy = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter of peft
         drafting = drafting_of(policy)
         drafter = drafting.drafter
@@ -141,7 +143,9 @@ class DrafterCallback(TrainerCallback):
         self._drafting = drafting
         self._settings_before = drafting.settings
         drafting.settings = {"adaptive": True, **drafting.settings, "history": self.history}
+        self.rollouts = Rollouts(self.most_texts)
         self.best_tau = self.seconds = self._logged_seconds = 0.0
+        self._logged = Rollouts(1)
         self._clock = stopwatch()
 
     def _watch(self, sequences: Any, blocks: Any) -> None:

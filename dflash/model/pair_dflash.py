@@ -145,11 +145,7 @@ def generate(
         return plain(model, **kwargs)
     drafting = drafting_of(model) if dflash else Drafting()
     drafter = drafting.drafter
-    plain_keywords = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
-    stop_token_ids = kwargs.get("stop_token_ids")
-    if stop_token_ids is not None:
-        stops_nowhere = isinstance(stop_token_ids, (list, tuple)) and not stop_token_ids
-        plain_keywords["eos_token_id"] = None if stops_nowhere else stop_token_ids
+    plain_keywords = _for_plain(kwargs)
     if drafter is None:
         return plain(model, **plain_keywords)
     reason = _why_plain(drafter, model, kwargs)
@@ -162,8 +158,20 @@ def generate(
             if settings:
                 logger.warning_once(f"Drafted without the settings of {SETTINGS}: {reason}")
     logger.warning_once(f"Generated without drafts: {reason}")
-    plain_keywords.pop("generator", None)  # which plain `generate` does not know
     return plain(model, **plain_keywords)
+
+
+def _for_plain(keywords: Keywords) -> Keywords:
+    """A request in the words of plain `generate`."""
+    plain = {name: value for name, value in keywords.items() if name not in (*KEYWORDS, "generator")}
+    stop_token_ids = keywords.get("stop_token_ids")
+    if stop_token_ids is not None:
+        stops_nowhere = isinstance(stop_token_ids, (list, tuple)) and not stop_token_ids
+        plain["eos_token_id"] = None if stops_nowhere else stop_token_ids
+    if plain.get("prompt_lookup_num_tokens") == 0:  # no lookup, which plain `generate` has no number for
+        del plain["prompt_lookup_num_tokens"]
+        plain.pop("max_matching_ngram_size", None)
+    return plain
 
 
 def _why_plain(drafter: Any, model: Any, keywords: Keywords) -> str | None:
@@ -173,7 +181,7 @@ def _why_plain(drafter: Any, model: Any, keywords: Keywords) -> str | None:
         return "the loop takes the prompt as token ids alone."
     if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
         return "processes that share weights (ZeRO-3 or FSDP) run the same forwards, and accept drafts differently."
-    num_texts = len(input_ids)
+    num_texts = len(input_ids) * (_default(model, keywords, "num_return_sequences") or 1)
     for criterion in keywords.get("stopping_criteria") or ():
         kind = type(criterion)
         is_foreign = not kind.__module__.startswith("transformers.")

@@ -242,6 +242,18 @@ def test_what_the_loop_refuses_is_generated_plainly(
     assert "num_beams=2 is not supported" in said[0]
 
 
+def test_token_healing_is_generated_plainly(
+    model: Any, target: Any, one: torch.Tensor, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: the loop has the tokenizer, so `generate` could not heal the prompt, and the request was an error."""
+    healer = copy.deepcopy(tokenizer)
+    healer.bos_token = healer.pad_token
+    asked: dict[str, Any] = {"token_healing": True, "tokenizer": healer, "max_new_tokens": 4, "do_sample": False}
+    plain = target.generate(one[:, :-1], **asked)
+    assert torch.equal(model.generate(one[:, :-1], **asked), plain)
+    assert "Generated without drafts: token_healing=True" in caplog.text
+
+
 def test_plain_text_can_be_asked_for(
     model: Any, one: torch.Tensor, truth: torch.Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -331,6 +343,18 @@ def test_criteria_that_look_at_all_texts(
         ]
         assert torch.equal(*texts)
         assert (pair.dflash_stats is not None) == (has_package or num_texts == 1)
+
+
+@pytest.mark.parametrize("is_keyword", [True, False], ids=["keyword", "generation config"])
+def test_criteria_that_look_at_all_texts_of_one_prompt(model: Any, one: torch.Tensor, is_keyword: bool) -> None:
+    """Bug: without the package, the texts of `num_return_sequences` were drafted, and such a criterion saw one at a time."""
+    keywords = {"max_new_tokens": 24, "do_sample": True, "num_return_sequences": 3}
+    asked: dict[str, Any] = keywords if is_keyword else {"generation_config": GenerationConfig(**keywords)}
+    texts = []
+    for way in ({}, {"dflash": False}):
+        torch.manual_seed(0)
+        texts.append(model.generate(one, stopping_criteria=[Together(3)], **way, **asked))
+    assert torch.equal(*texts)
 
 
 # Models that are moved, copied, deleted, and more than one.
@@ -762,6 +786,26 @@ def test_what_is_not_drafted_is_written_plainly_with_the_same_stops(asked: Any, 
     assert "stop_token_ids" not in told
     if "stop_token_ids" in asked:
         assert told["eos_token_id"] == (asked["stop_token_ids"] or None)
+
+
+@pytest.mark.parametrize("way", ["dflash=False", "no drafter", "use_cache=False"])
+def test_every_plain_way_takes_the_same_keywords(way: str, own_folder: Path, one: torch.Tensor) -> None:
+    """Bugs: two of three ways gave `generator` to plain `generate`, and all gave it a lookup of 0 tokens, an error there."""
+    if way == "no drafter":
+        shutil.rmtree(own_folder / "drafter")
+        said = json.loads((own_folder / "dflash.json").read_text())
+        (own_folder / "dflash.json").write_text(json.dumps({**said, "on_error": "plain"}))
+    asked = {"dflash=False": {"dflash": False}, "no drafter": {}, "use_cache=False": {"use_cache": False}}[way]
+    pair, short = load(own_folder), {**GREEDY, "max_new_tokens": 4}
+    plain = type(pair).generate(pair, one, **short)
+    for more in (
+        {"generator": torch.Generator()},
+        {"prompt_lookup_num_tokens": 0},
+        {"prompt_lookup_num_tokens": 0, "max_matching_ngram_size": 2},
+    ):
+        if way == "use_cache=False" and len(more) == 2:  # refused before: the second belongs to a lookup
+            continue
+        assert torch.equal(pair.generate(one, **asked, **more, **short), plain)
 
 
 def test_what_was_compiled_serves_the_next_request_of_a_pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

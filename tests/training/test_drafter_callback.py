@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from dflash import Block, History, generate_blocks
 from dflash.checkpoints import DRAFTER_NAME, TARGET_NAME, embedded_path, heldout_problems, make_pair
+from dflash.engine.many_texts import drafting_of
 from dflash.engine.state import PairState
 from dflash.training import ADAPTATION, Rollouts, was_rejected
 from dflash.trl import DrafterCallback
@@ -244,6 +246,27 @@ def test_a_second_run_has_its_own_clock_and_best_tau(folder: Path, tokenizer: An
     assert of_log(trainer, "drafter/seconds") == [0.0]
 
 
+def test_a_run_that_raised_leaves_nothing_to_the_next_one(folder: Path, tokenizer: Any) -> None:
+    """Bug: transformers ends no such run, and the next one counted each step twice, trained on its texts, and left a watcher."""
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    settings = drafting_of(model).settings
+    callback = DrafterCallback(every=1000)
+    begin: Any = partial(callback.on_train_begin, None, None, None, model=model, processing_class=tokenizer)
+    begin()
+    prompt = tokenizer("Hello there, how are you", return_tensors="pt")
+    asked = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+    model.generate(**prompt, **asked)
+    callback.on_step_end(None, SimpleNamespace(global_step=1), None)
+    begin()
+    assert (len(callback.rollouts.examples), callback.rollouts.num_steps, callback._logged.num_steps) == (0, 0, 0)
+    model.generate(**prompt, **asked)
+    num_steps = sum(map(len, model.dflash_stats["acceptance_lengths"]))
+    assert (callback.rollouts.num_steps, callback._logged.num_steps) == (num_steps, num_steps)
+    callback.on_train_end(None, None, None)
+    assert PairState.of(callback.drafter, model).watchers == []
+    assert drafting_of(model).settings is settings
+
+
 def test_texts_of_the_policy_become_its_history(
     folder: Path, tokenizer: Any, alone: Any, watched: Any, tmp_path: Path
 ) -> None:
@@ -340,12 +363,13 @@ def test_values_out_of_range_are_refused_at_once(keywords: Any, words: str) -> N
 def test_a_loss_that_is_not_finite_leaves_the_drafter_as_it_was(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
     callback = DrafterCallback(every=1000, steps=1, settings=RECIPE)
     trainer = run(folder, tokenizer, tmp_path, callback, num_steps=1)
+    examples = list(callback.rollouts.examples)
     callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
     before = copy.deepcopy(callback.drafter.state_dict())
     with torch.no_grad():
         next(callback.trainer.student.parameters()).fill_(torch.nan)
     with pytest.raises(FloatingPointError, match="lower learning_rate"):
-        callback.trainer.train(list(callback.rollouts.examples), 1)
+        callback.trainer.train(examples, 1)
     after = callback.drafter.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(parameter.requires_grad for parameter in trainer.model.parameters())
