@@ -116,10 +116,12 @@ class Member(EngineDecoder):
     """One request of a batch. It reads its prompt alone, and its row is drafted and verified by the batch.
 
     Attributes:
+        epoch (`int`): Of the batch when its prompt began to be read.
         error (`Exception`, *optional*): Why its text has ended early, or ends with the batch's next step.
         place (`int`): Its place in the caches that hold its prompt.
     """
 
+    epoch = 0
     place = 0
     may_reuse = False  # a manager keeps conversations itself
 
@@ -278,6 +280,7 @@ class RowBatch(Member):
     """The rows of many requests, drafted and verified together.
 
     Attributes:
+        epoch (`int`): Raised where the models may have changed: rows that began before are not kept.
         members (`dict[int, Member]`): The requests of its rows, by number, which is the index of their sequence.
         conversations (`Conversations`, *optional*): What keeps the caches of rows that end.
     """
@@ -340,7 +343,8 @@ class RowBatch(Member):
         if self.conversations is None:
             return
         for place, sequence in enumerate(self.sequences):
-            if sequence.is_done and self.is_whole(sequence):
+            is_of_epoch = self.members[sequence.index].epoch == self.epoch
+            if sequence.is_done and self.is_whole(sequence) and is_of_epoch:
                 try:
                     conversation = self._copy(self.conversation, place, sequence.length)
                 except RuntimeError as error:

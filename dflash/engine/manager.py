@@ -365,6 +365,7 @@ class BatchManager:
         self._is_stopping = False
         self._is_hard_stop = False
         self._is_serving = True
+        self._begin_epoch()
         is_inference = torch.is_inference_mode_enabled()
         self._thread = threading.Thread(target=self._serve, args=(is_inference,), daemon=True)
         self._thread.start()
@@ -421,19 +422,38 @@ class BatchManager:
                     yield
                 finally:
                     self._pausing_thread = None
-                    self._conversations.drop_to(0)  # another model may have written them
+                    self._begin_epoch()
         finally:
             with self._changed:
                 self._num_pauses -= 1
                 self._changed.notify_all()
 
     def run(self) -> Iterator[BatchOutput]:
-        """Writes the texts of all requests in the caller's thread, without `start`. Yields results as they come."""
+        """Writes the texts of all requests in the caller's thread, without `start`. Yields results as they come.
+
+        Raises ValueError inside `pause`, where no step runs.
+        """
+        with self._one_step():
+            self._begin_epoch()
         while self._tickets or self._results:
             if self._tickets:
-                self._advance()
+                with self._one_step():
+                    self._advance()
             while self._results:
                 yield self._results.popleft()
+
+    def _begin_epoch(self) -> None:
+        """Drops what is kept, and has no living row kept either: the models may have changed."""
+        self._batch.epoch += 1
+        self._conversations.drop_to(0)
+
+    @contextmanager
+    def _one_step(self) -> Iterator[None]:
+        """Waits until no other thread runs a step or has paused. ValueError inside this thread's own `pause`."""
+        if self._pausing_thread == threading.get_ident():
+            raise ValueError("Inside pause() no step runs: call run() after it.")
+        with self._step_lock:
+            yield
 
     def _serve(self, is_inference: bool) -> None:
         error: Exception = RuntimeError("The manager was stopped before this request was complete.")
@@ -573,6 +593,7 @@ class BatchManager:
             self._leave_queue(ticket)
             ticket.output.status = RequestStatus.PREFILLING
             group.append(ticket)
+            ticket.member.epoch = self._batch.epoch
             if kept is not None:
                 ticket.member.conversation = self._conversations.take(kept)
             if is_alone:

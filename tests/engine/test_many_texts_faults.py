@@ -206,6 +206,61 @@ def test_a_pause_that_fails_drops_what_was_kept(texts: Texts) -> None:
     assert len(manager._conversations) == 0
 
 
+def test_a_row_that_lives_through_a_pause_is_not_kept(texts: Texts) -> None:
+    """Bug: its keys from before the pause, of other weights, served later prompts."""
+    manager = texts.manager()
+    manager.add_requests(texts.prompts[:2])
+    manager._advance()
+    with manager.pause():
+        pass
+    manager.add_request(texts.prompts[2])
+    while manager._tickets:
+        manager._advance()
+    [kept] = manager._conversations._kept
+    assert kept.token_ids[: LENGTHS[2]] == texts.prompts[2]
+
+
+@pytest.mark.parametrize("way", ["run", "start"])
+def test_what_was_kept_is_dropped_where_writing_begins_again(texts: Texts, way: str) -> None:
+    """Bug: with no `pause`, weights that had changed between two runs went on from the caches of the older ones."""
+    manager = texts.manager()
+    manager.add_request(texts.prompts[0])
+    while manager._tickets:
+        manager._advance()
+    assert len(manager._conversations) == 1
+    if way == "run":
+        assert len(list(manager.run())) == 1
+    else:
+        manager.start()
+        assert len(manager._conversations) == 0
+        manager.stop()
+    assert len(manager._conversations) == 0
+
+
+def test_nothing_runs_inside_the_callers_own_pause(texts: Texts) -> None:
+    """Bug: `run` wrote whole texts inside `pause`, which promises that no step runs."""
+    manager = texts.manager()
+    manager.add_request(texts.prompts[0])
+    with manager.pause(), pytest.raises(ValueError, match="Inside pause"):
+        next(manager.run())
+    [output] = manager.run()
+    assert is_right(output, texts.truths[0])
+
+
+def test_a_run_waits_for_the_pause_of_another_thread(texts: Texts) -> None:
+    manager = texts.manager()
+    manager.add_request(texts.prompts[0])
+    outputs: list[Any] = []
+    thread = threading.Thread(target=lambda: outputs.extend(manager.run()))
+    with manager.pause():
+        thread.start()
+        thread.join(0.2)
+        assert not outputs
+        assert thread.is_alive()
+    thread.join()
+    assert is_right(outputs[0], texts.truths[0])
+
+
 def test_a_cancelled_row_has_the_acceptance_of_its_own_steps_alone(texts: Texts) -> None:
     manager = texts.manager()
     request_id = manager.add_request(texts.prompts[0])
