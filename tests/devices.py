@@ -278,9 +278,9 @@ def replace_method(pair: Pair) -> None:
     mlp.forward = lambda states: forward(states) * -1.0
 
 
-def put_hook(pair: Pair) -> None:
-    """A hook inside."""
-    pair.target.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * -2.0)
+def put_number(pair: Pair) -> None:
+    """Another whole number."""
+    pair.target.model.layers[0].mlp.top_k = 1
 
 
 def replace_activation(pair: Pair) -> None:
@@ -293,7 +293,7 @@ def replace_number(pair: Pair) -> None:
     pair.target.model.layers[0].input_layernorm.variance_epsilon = 10.0
 
 
-CHANGES = [cast, put_adapter, move_parameter, replace_method, put_hook, replace_activation, replace_number]
+CHANGES = [cast, put_adapter, move_parameter, replace_method, put_number, replace_activation, replace_number]
 
 
 class LateDevice(TorchFunctionMode):

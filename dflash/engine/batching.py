@@ -16,7 +16,6 @@ import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from dflash.common.messages import is_out_of_memory
 from dflash.model.acceptance_dflash import Acceptance, Acceptor, Proposals
 from dflash.model.cache_dflash import PreallocatedLayer, to_host
 from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS, Block, Conversation, EagerRunner, Step
@@ -25,7 +24,7 @@ from dflash.model.requests_dflash import Request, check_masks
 from dflash.model.sequences_dflash import TextSequence
 from dflash.model.targets_dflash import InexactError
 
-from .conversations import Conversations
+from .conversations import Conversations, lacks_memory
 from .lookup import LookupProposer
 from .runner import EngineDecoder
 from .trees import TreeAcceptor, TreeCache
@@ -116,10 +115,12 @@ class Member(EngineDecoder):
     """One request of a batch. It reads its prompt alone, and its row is drafted and verified by the batch.
 
     Attributes:
+        epoch (`int`): Of the batch when its prompt began to be read.
         error (`Exception`, *optional*): Why its text has ended early, or ends with the batch's next step.
         place (`int`): Its place in the caches that hold its prompt.
     """
 
+    epoch = 0
     place = 0
     may_reuse = False  # a manager keeps conversations itself
 
@@ -278,6 +279,7 @@ class RowBatch(Member):
     """The rows of many requests, drafted and verified together.
 
     Attributes:
+        epoch (`int`): Raised where the models may have changed: rows that began before are not kept.
         members (`dict[int, Member]`): The requests of its rows, by number, which is the index of their sequence.
         conversations (`Conversations`, *optional*): What keeps the caches of rows that end.
     """
@@ -340,11 +342,12 @@ class RowBatch(Member):
         if self.conversations is None:
             return
         for place, sequence in enumerate(self.sequences):
-            if sequence.is_done and self.is_whole(sequence):
+            is_of_epoch = self.members[sequence.index].epoch == self.epoch
+            if sequence.is_done and self.is_whole(sequence) and is_of_epoch:
                 try:
                     conversation = self._copy(self.conversation, place, sequence.length)
-                except RuntimeError as error:
-                    if not isinstance(error, torch.OutOfMemoryError) and not is_out_of_memory(error):
+                except Exception as error:  # of any type: a lack of memory
+                    if not lacks_memory(error):
                         raise
                     self.conversations.drop_to(0)  # the rows need the memory more
                     return
@@ -389,8 +392,11 @@ class RowBatch(Member):
         self.anchors = torch.cat([self.anchors, member.anchors])
 
     def leave(self, number: int) -> None:
-        """Forgets a request whose row has left."""
+        """Forgets a request whose row has left. The caches of the last one are freed."""
         del self.members[number]
+        if not self.members:
+            self.clear()
+            return
         proposer = self.runner.proposer
         if isinstance(proposer, LookupProposer):
             proposer.forget(number)

@@ -21,13 +21,13 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
 from dflash.model.configuration_dflash import check_values
-from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS, Block
+from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS, Block, Conversation
 from dflash.model.generation_dflash import generate_blocks
 from dflash.model.requests_dflash import IS_COUNT, IS_COUNT_OR_ZERO, first_of, own_processors
 from dflash.model.targets_dflash import InexactError, max_positions
 
 from .batching import Member, RowBatch, read_prompts
-from .conversations import Conversations
+from .conversations import Conversations, lacks_memory
 from .tickets import BatchOutput, Cancelled, ThreadStatus, Ticket, as_prompt
 
 
@@ -365,6 +365,7 @@ class BatchManager:
         self._is_stopping = False
         self._is_hard_stop = False
         self._is_serving = True
+        self._begin_epoch()
         is_inference = torch.is_inference_mode_enabled()
         self._thread = threading.Thread(target=self._serve, args=(is_inference,), daemon=True)
         self._thread.start()
@@ -421,19 +422,38 @@ class BatchManager:
                     yield
                 finally:
                     self._pausing_thread = None
-                    self._conversations.drop_to(0)  # another model may have written them
+                    self._begin_epoch()
         finally:
             with self._changed:
                 self._num_pauses -= 1
                 self._changed.notify_all()
 
     def run(self) -> Iterator[BatchOutput]:
-        """Writes the texts of all requests in the caller's thread, without `start`. Yields results as they come."""
+        """Writes the texts of all requests in the caller's thread, without `start`. Yields results as they come.
+
+        Raises ValueError inside `pause`, where no step runs.
+        """
+        with self._one_step():
+            self._begin_epoch()
         while self._tickets or self._results:
             if self._tickets:
-                self._advance()
+                with self._one_step():
+                    self._advance()
             while self._results:
                 yield self._results.popleft()
+
+    def _begin_epoch(self) -> None:
+        """Drops what is kept, and has no living row kept either: the models may have changed."""
+        self._batch.epoch += 1
+        self._conversations.drop_to(0)
+
+    @contextmanager
+    def _one_step(self) -> Iterator[None]:
+        """Waits until no other thread runs a step or has paused. ValueError inside this thread's own `pause`."""
+        if self._pausing_thread == threading.get_ident():
+            raise ValueError("Inside pause() no step runs: call run() after it.")
+        with self._step_lock:
+            yield
 
     def _serve(self, is_inference: bool) -> None:
         error: Exception = RuntimeError("The manager was stopped before this request was complete.")
@@ -451,6 +471,7 @@ class BatchManager:
                 for ticket in list(self._tickets.values()):
                     self._finish(ticket, error)
                 self._batch.clear()
+                self._conversations.drop_to(0)
                 self._is_serving = False
                 self._changed.notify_all()  # whoever waits for a result: none follows
 
@@ -488,8 +509,12 @@ class BatchManager:
         batch = self._batch
         if not batch.sequences:
             return
+        lengths = batch.conversation.target_cache.lengths
         try:
-            step = batch.run_step()
+            # Processors with a state have seen a step that the target has run.
+            step = self._with_memory(
+                batch.run_step, may_retry=lambda: batch.conversation.target_cache.lengths == lengths
+            )
             blocks = batch.commit(step)
         except Exception as error:  # of any type: the rows end, and further requests begin anew
             for number in list(batch.members):
@@ -499,6 +524,17 @@ class BatchManager:
         live = {sequence.index for sequence in batch.sequences}
         for block in blocks:
             self._write(self._rows[block.sequence], block, is_done=block.sequence not in live)
+
+    def _with_memory(self, function: Callable[[], Any], may_retry: Callable[[], bool] = lambda: True) -> Any:
+        """What a function returns. Where memory lacks, kept conversations give way and it is called once more."""
+        try:
+            return function()
+        except Exception as error:  # of any type: a model raises it
+            if not lacks_memory(error) or not len(self._conversations) or not may_retry():
+                raise
+        # Outside of the handler, whose traceback holds what the function had allocated.
+        self._conversations.drop_to(0)
+        return function()
 
     def _drop_cancelled(self) -> None:
         with self._changed:
@@ -518,11 +554,11 @@ class BatchManager:
                 self._reading = self._next()
                 if not self._reading:
                     return
-                self._reader = read_prompts([ticket.member for ticket in self._reading])
+                self._reader = self._new_reader()
             group = list(self._reading)
             num_left -= sum(min(len(ticket.output.prompt_ids), self._chunk_size) for ticket in group)
             try:
-                logits = next(self._reader)
+                logits = self._with_memory(self._read_chunk)
             except Exception as error:  # of any type: a lack of memory
                 for ticket in group:
                     self._finish(ticket, error)
@@ -533,13 +569,28 @@ class BatchManager:
                 for place, ticket in enumerate(group):
                     self._admit(ticket, logits[place : place + 1])
 
+    def _new_reader(self) -> Iterator[torch.Tensor | None]:
+        return read_prompts([ticket.member for ticket in self._reading])
+
+    def _read_chunk(self) -> torch.Tensor | None:
+        """Reads the next chunk of the prompts. If it fails, they are read anew by the next call."""
+        try:
+            logits: torch.Tensor | None = next(self._reader)
+        except Exception:  # of any type: a lack of memory
+            self._reader = None
+            for ticket in self._reading:
+                ticket.member.conversation = Conversation()
+            self._reader = self._new_reader()
+            raise
+        return logits
+
     def _admit(self, ticket: Ticket, logits: torch.Tensor) -> None:
         """Begins a text by logits [1, 1, V] after its prompt."""
         member = ticket.member
         try:
             block = member.accept_first(logits)
             if member.sequences:
-                self._batch.admit(ticket.number, member)
+                self._with_memory(lambda: self._batch.admit(ticket.number, member))
                 self._rows[ticket.number] = ticket
         except Exception as error:  # of any type: processors and criteria raise it, too
             self._finish(ticket, error)
@@ -573,6 +624,7 @@ class BatchManager:
             self._leave_queue(ticket)
             ticket.output.status = RequestStatus.PREFILLING
             group.append(ticket)
+            ticket.member.epoch = self._batch.epoch
             if kept is not None:
                 ticket.member.conversation = self._conversations.take(kept)
             if is_alone:

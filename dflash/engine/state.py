@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
-from dflash.model.attention_dflash import attention_of
+from dflash.model.attention_dflash import NUM_IN_STEPS, attention_of
 from dflash.model.decoding_dflash import Block
 from dflash.model.sequences_dflash import TextSequence
 
@@ -20,6 +20,8 @@ from .whole import WholeFunction
 
 
 logger = logging.get_logger(__name__)
+
+COUNTERS = {"max_seq_len_cached", NUM_IN_STEPS}  # attributes of modules that forwards change
 
 _lock = threading.Lock()
 _states: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, PairState]] = weakref.WeakKeyDictionary()
@@ -89,19 +91,18 @@ class PairState:
 def fingerprint(*models: Any) -> list[Any]:
     """The state of models that compiled and recorded steps depend on: modules and their attributes, not values of weights.
 
-    Adapters that are loaded, enabled or merged, casts, moves, hooks and replaced methods all change it. Integers do not: they
-    may be counters, and shapes show sizes. Nor do what a pair drafts with and the figures of its last request.
+    Adapters that are loaded, enabled or merged, casts, moves, hooks, replaced methods and settings of modules all change it. What
+    the forwards themselves count does not, nor do what a pair drafts with and the figures of its last request.
     """
     state: list[Any] = []
     for model in models:
         state.append(attention_of(model))
         for module in model.modules():
             attributes = dict(vars(module))  # at once: steps of other threads add and remove some
-            attributes = {name: value for name, value in attributes.items() if "dflash" not in name}
-            for leaf in tree_leaves(attributes):
+            names = [name for name in attributes if "dflash" not in name and name not in COUNTERS]
+            for leaf in tree_leaves([attributes[name] for name in names]):
                 # Other threads may be about to remove their taps.
-                is_tap = hasattr(leaf, "is_tap")
-                if type(leaf) is not int and not is_tap:
+                if not hasattr(leaf, "is_tap"):
                     state.append(_described(leaf))
     return state
 
@@ -110,6 +111,6 @@ def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         # The address, too: a graph that was recorded holds it.
         return (value.dtype, value.device, value.shape, value.requires_grad, value.data_ptr())
-    if isinstance(value, bool | float | str):
+    if isinstance(value, int | float | str):
         return value
     return id(value) if callable(value) else type(value)

@@ -26,6 +26,7 @@ from .whole import Inputs, Kind, State, Storage, WholeStep, whole_step
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 LOW_PRECISION_TOLERANCE = 5e-2
 FEWEST_SAME_CHOICES = 0.75  # of all: near-ties may differ
+CAPTURING = "transformers.utils.output_capturing"  # has hooks of its own, which stay
 
 
 class WholeRunner(EagerRunner):
@@ -156,6 +157,9 @@ def agree(output: WholeStep, expected: WholeStep) -> bool:
 def why_not(target: Any, drafter: Any) -> str | None:
     """Why whole steps of these models cannot be compiled or recorded; `None`: they can."""
     name = type(target).__name__
+    hooked = _hooked_module(target) or _hooked_module(drafter)
+    if hooked is not None:
+        return f"a hook of {hooked} would see no step"
     layout = Layout.of(target, drafter.config.target_layer_ids)
     attention = attention_of(drafter)
     if layout.makes_own_masks or layout.shares_keys:
@@ -170,3 +174,19 @@ def why_not(target: Any, drafter: Any) -> str | None:
         names = ", ".join(sorted(devices))
         return f"the models lie on several devices ({names})"
     return None
+
+
+def _hooked_module(model: Any) -> str | None:
+    """The name of a module inside a model that has a hook, which a whole step would freeze; `None`: none has."""
+    for name, module in model.named_modules():
+        if not name:  # hooks of the model itself are looked at before each step
+            continue
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if not all(_is_of_library(hook) for hook in hooks):
+            return f"{type(model).__name__}.{name}"
+    return None
+
+
+def _is_of_library(hook: Any) -> bool:
+    """Whether a hook is a tap of another thread's forward, or one by which transformers collects hidden states."""
+    return hasattr(hook, "is_tap") or getattr(hook, "__module__", None) == CAPTURING

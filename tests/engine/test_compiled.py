@@ -223,6 +223,19 @@ def test_taps_of_another_threads_forward_are_no_change(pair: Pair) -> None:
     assert fingerprint(pair.target, pair.drafter) == at_rest
 
 
+def test_a_number_of_a_module_is_a_change_and_one_that_forwards_count_is_none(pair: Pair) -> None:
+    """Bug: `gate.top_k = 1` changed no compiled step."""
+    module = pair.target.model.layers[1].mlp
+    module.top_k = 2
+    at_rest = fingerprint(pair.target, pair.drafter)
+    module.top_k = 1
+    assert fingerprint(pair.target, pair.drafter) != at_rest
+    module.top_k = 2
+    pair.check([17], compile=False)
+    pair.target.model.rotary_emb.max_seq_len_cached += 1
+    assert fingerprint(pair.target, pair.drafter) == at_rest
+
+
 # Whose it is
 
 

@@ -278,9 +278,14 @@ def test_what_has_ended_is_forgotten(texts: Texts) -> None:
     for _ in range(2):
         manager.add_requests(texts.prompts)
         assert len(list(manager.run())) == len(LENGTHS)
+        assert not hasattr(manager._batch, "runner")
     for kept in (manager._tickets, manager._rows, manager._batch.members):
         assert not kept
-    assert not manager._batch.runner.proposer._lookups
+    manager.add_requests([texts.prompts[0], *texts.prompts])
+    while len(manager._tickets) > 1:
+        manager._advance()
+        if manager._batch.members:
+            assert set(manager._batch.runner.proposer._lookups) <= set(manager._batch.members)
 
 
 # -- conversations

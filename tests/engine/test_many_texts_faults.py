@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_many_texts import COLUMNS, GREEDY, LENGTHS, LONGEST, NEW_TOKENS, Texts, is_right, limits
-from tiny_models import BLOCK_SIZE, make_target, small_target
+from test_many_texts import COLUMNS, GREEDY, LENGTHS, LONGEST, NEW_TOKENS, Texts, held, is_right, limits
+from tiny_models import BLOCK_SIZE, greedy, make_target, small_target
 from transformers import GenerationConfig, StoppingCriteria
 from transformers.generation import stopping_criteria
 
@@ -206,6 +206,61 @@ def test_a_pause_that_fails_drops_what_was_kept(texts: Texts) -> None:
     assert len(manager._conversations) == 0
 
 
+def test_a_row_that_lives_through_a_pause_is_not_kept(texts: Texts) -> None:
+    """Bug: its keys from before the pause, of other weights, served later prompts."""
+    manager = texts.manager()
+    manager.add_requests(texts.prompts[:2])
+    manager._advance()
+    with manager.pause():
+        pass
+    manager.add_request(texts.prompts[2])
+    while manager._tickets:
+        manager._advance()
+    [kept] = manager._conversations._kept
+    assert kept.token_ids[: LENGTHS[2]] == texts.prompts[2]
+
+
+@pytest.mark.parametrize("way", ["run", "start"])
+def test_what_was_kept_is_dropped_where_writing_begins_again(texts: Texts, way: str) -> None:
+    """Bug: with no `pause`, weights that had changed between two runs went on from the caches of the older ones."""
+    manager = texts.manager()
+    manager.add_request(texts.prompts[0])
+    while manager._tickets:
+        manager._advance()
+    assert len(manager._conversations) == 1
+    if way == "run":
+        assert len(list(manager.run())) == 1
+    else:
+        manager.start()
+        assert len(manager._conversations) == 0
+        manager.stop()
+    assert len(manager._conversations) == 0
+
+
+def test_nothing_runs_inside_the_callers_own_pause(texts: Texts) -> None:
+    """Bug: `run` wrote whole texts inside `pause`, which promises that no step runs."""
+    manager = texts.manager()
+    manager.add_request(texts.prompts[0])
+    with manager.pause(), pytest.raises(ValueError, match="Inside pause"):
+        next(manager.run())
+    [output] = manager.run()
+    assert is_right(output, texts.truths[0])
+
+
+def test_a_run_waits_for_the_pause_of_another_thread(texts: Texts) -> None:
+    manager = texts.manager()
+    manager.add_request(texts.prompts[0])
+    outputs: list[Any] = []
+    thread = threading.Thread(target=lambda: outputs.extend(manager.run()))
+    with manager.pause():
+        thread.start()
+        thread.join(0.2)
+        assert not outputs
+        assert thread.is_alive()
+    thread.join()
+    assert is_right(outputs[0], texts.truths[0])
+
+
 def test_a_cancelled_row_has_the_acceptance_of_its_own_steps_alone(texts: Texts) -> None:
     manager = texts.manager()
     request_id = manager.add_request(texts.prompts[0])
@@ -389,3 +444,51 @@ def test_a_row_has_room_for_its_last_step(keywords: dict[str, Any], overrides: d
     assert member.longest == LENGTHS[0] + NEW_TOKENS + columns
     with pytest.raises(ValueError, match=f"up to {columns}"):
         texts.manager(limits(max_batch_tokens=columns - 1), **keywords)
+
+
+@pytest.mark.parametrize("place", ["run_step", "admit", "read"])
+def test_kept_conversations_give_way_where_memory_lacks(
+    texts: Texts, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Bug: requests failed for want of the memory that kept conversations took."""
+    manager = texts.manager(prefill_chunk_size=4)
+    manager.add_request(texts.prompts[0])
+    while manager._tickets:
+        manager._advance()
+    assert len(manager._conversations) == 1
+    owner: Any = manager._batch.target if place == "read" else manager._batch
+    call = getattr(type(owner), place)
+    failed = []
+
+    def needs_memory(self: Any, *args: Any) -> Any:
+        output = call(self, *args) if place == "read" else None  # it fails with the chunk in its cache
+        if len(manager._conversations):
+            failed.append(place)
+            no_memory()
+        return output if place == "read" else call(self, *args)
+
+    monkeypatch.setattr(type(owner), place, needs_memory)
+    turn = [*texts.prompts[0], *texts.truths[0][:NEW_TOKENS], 7, 8, 9, 7, 8]
+    manager._conversations.add(held([1, 2, 3]))
+    for prompt in (turn, texts.prompts[2]):
+        manager.add_request(prompt)
+    while manager._tickets:
+        manager._advance()
+    assert failed
+    assert len(manager._results) == 3
+    for output in manager._results:
+        assert output.error is None
+        truth = greedy(texts.target, torch.tensor([output.prompt_ids]), max_new_tokens=NEW_TOKENS)
+        assert output.generated_tokens == truth[0, len(output.prompt_ids) :].tolist()
+
+
+def test_an_idle_manager_holds_no_rows_and_a_stopped_one_nothing(texts: Texts) -> None:
+    """Bug: the storage of a batch stayed until another one had been allocated."""
+    manager = texts.manager()
+    manager.start()
+    for request_id in manager.add_requests(texts.prompts[:3]):
+        manager.get_result(request_id)
+    assert not hasattr(manager._batch.conversation, "target_cache")
+    assert len(manager._conversations) == 3
+    manager.stop()
+    assert len(manager._conversations) == 0

@@ -122,6 +122,30 @@ def test_hooks_and_dispatch_modes_see_every_forward(pair: Pair, played: Any, way
     assert played.num_made == 1
 
 
+@pytest.mark.parametrize("pre", [False, True])
+def test_a_hook_of_a_module_inside_runs_every_step_eagerly(
+    pair: Pair, played: Any, way: dict[str, Any], pre: bool
+) -> None:
+    """Bug: it froze as it was when the step was made. What transformers hooks by itself, for hidden states, is none."""
+    pair.target(pair.text[:, :4], output_hidden_states=True)
+    pair.check([17], **way)
+    assert played.num_made == 1
+    seen: list[int] = []
+    module = pair.target.model.layers[1].mlp
+    register = module.register_forward_pre_hook if pre else module.register_forward_hook
+    handle = register(lambda *args: seen.append(1))
+    num_calls = played.num_calls
+    blocks = list(pair.blocks([17], **way))
+    assert pair.texts_of(blocks) == pair.expected([17])
+    assert len(seen) >= len(blocks)
+    assert played.num_calls == num_calls
+    assert "a hook of Qwen3ForCausalLM.model.layers.1.mlp" in str(fallback_reason(pair.drafter, pair.target))
+    handle.remove()
+    pair.check([17], **way)
+    assert fallback_reason(pair.drafter, pair.target) is None
+    assert played.num_calls > num_calls
+
+
 @pytest.mark.parametrize(
     ("fails_at", "lengths"), [(1, [17]), (2, [17]), (1, [17, -60, 31]), (5, [17, -60, 31])], ids=str
 )
