@@ -11,6 +11,8 @@ import torch
 from dflash.common.messages import is_out_of_memory
 from dflash.model.decoding_dflash import Conversation
 
+from .state import own_part, state_of_modules
+
 
 SAMPLED_VALUES = 16  # of each tensor, by which changed weights are noticed
 
@@ -83,7 +85,7 @@ class KeptConversations:
         """The conversation that a prompt goes on from, for this request alone, or a new one; and the state of the models."""
         weights = _sample(*models)
         with self._lock:
-            if weights != self._weights:
+            if weights is None or weights != self._weights:
                 self._conversations.drop_to(0)
                 self._weights = weights
             kept = self._conversations.find(prompt_ids)
@@ -94,37 +96,33 @@ class KeptConversations:
         """Keeps the conversation of a text that has ended, unless models are not as they were when it was taken (`begun`)."""
         weights = _sample(*models)
         with self._lock:
-            if conversation.token_ids and begun == weights == self._weights:
+            is_known = weights is not None and begun == weights == self._weights
+            if conversation.token_ids and is_known:
                 self._conversations.add(conversation)
 
 
-def _sample(*models: Any) -> list[Any]:
-    """Where the weights of models are, some of their values, and the switches of their modules.
+def _sample(*models: Any) -> list[Any] | None:
+    """The state of the modules of models, how often their weights were written, and some values; `None`: it cannot be told.
 
-    A trained or exchanged weight changes it, and an adapter that is loaded, switched on or switched off.
+    A trained or exchanged weight changes it, and an adapter or a hook that is added, scaled, switched on or switched off. What
+    is written through `weight.data` is no counted write, and changes it where one of the values is another.
     """
-    state: list[Any] = []
-    samples = []
-    for model in models:
-        for module in model.modules():
-            attributes = list(vars(module).items())  # at once: steps of other threads add and remove some
-            state += [(name, value) for name, value in attributes if _is_switch(value)]
-        for name, weight in model.named_parameters():
-            if weight.is_meta:  # offloaded between calls
-                continue
-            state.append((name, weight.data_ptr(), weight.dtype))
-            values = weight.detach().flatten()
-            step = max(1, len(values) // SAMPLED_VALUES)
-            samples.append(values[::step][:SAMPLED_VALUES].float())  # some devices have no float64
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for sample in samples:
-        by_device.setdefault(sample.device, []).append(sample)
-    values_of = [torch.cat(parts).tolist() for parts in by_device.values()]
-    return [state, values_of]
-
-
-def _is_switch(value: Any) -> bool:
-    """Whether an attribute is on or off, or names what is active, as adapters of peft do."""
-    if isinstance(value, list):
-        return all(isinstance(name, str) for name in value)
-    return isinstance(value, bool | str)
+    try:
+        state = []
+        samples = []
+        for model in models:
+            state += state_of_modules(model)
+            for weight in model.parameters():
+                if weight.is_meta:  # offloaded between calls
+                    continue
+                num_writes = None if weight.is_inference() else weight._version
+                state.append(num_writes)
+                values = own_part(weight.detach()).flatten()
+                step = max(1, len(values) // SAMPLED_VALUES)
+                samples.append(values[::step][:SAMPLED_VALUES].float())  # some devices have no float64
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for sample in samples:
+            by_device.setdefault(sample.device, []).append(sample)
+        return [state, [torch.cat(parts).tolist() for parts in by_device.values()]]
+    except Exception:  # of any type: weights of a quantiser, or of a device that lacks memory, raise it
+        return None

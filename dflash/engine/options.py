@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -103,7 +103,11 @@ class Options:
         if window and is_sliding:
             raise ValueError(f"draft_window={window}: this drafter has sliding layers, leave it out.")
         keywords["draft_window"] = window and tuple(window)
-        return cls(**keywords)
+        options = cls(**keywords)
+        if request.max_draft_tokens is None:
+            return options
+        most = min(options.prompt_lookup_num_tokens, request.max_draft_tokens)
+        return replace(options, prompt_lookup_num_tokens=most)
 
 
 def _check_tree(request: Request) -> None:

@@ -96,21 +96,33 @@ def fingerprint(*models: Any) -> list[Any]:
     """
     state: list[Any] = []
     for model in models:
-        state.append(attention_of(model))
-        for module in model.modules():
-            attributes = dict(vars(module))  # at once: steps of other threads add and remove some
-            names = [name for name in attributes if "dflash" not in name and name not in COUNTERS]
-            for leaf in tree_leaves([attributes[name] for name in names]):
-                # Other threads may be about to remove their taps.
-                if not hasattr(leaf, "is_tap"):
-                    state.append(_described(leaf))
+        state += [attention_of(model), *state_of_modules(model)]
     return state
+
+
+def state_of_modules(model: Any) -> list[Any]:
+    """The part of `fingerprint` that its modules hold."""
+    state: list[Any] = []
+    for module in model.modules():
+        attributes = dict(vars(module))  # at once: steps of other threads add and remove some
+        names = [name for name in attributes if "dflash" not in name and name not in COUNTERS]
+        for leaf in tree_leaves([attributes[name] for name in names]):
+            # Other threads may be about to remove their taps.
+            if not hasattr(leaf, "is_tap"):
+                state.append(_described(leaf))
+    return state
+
+
+def own_part(weight: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a weight that processes share, else the weight."""
+    part: torch.Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    return part
 
 
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         # The address, too: a graph that was recorded holds it.
-        return (value.dtype, value.device, value.shape, value.requires_grad, value.data_ptr())
+        return (value.dtype, value.device, value.shape, value.requires_grad, own_part(value).data_ptr())
     if isinstance(value, int | float | str):
         return value
     return id(value) if callable(value) else type(value)

@@ -61,6 +61,7 @@ def prompt_columns(model: Any) -> Iterator[list[int]]:
     def note(module: Any, args: Any, kwargs: Any) -> None:
         columns.append(kwargs["input_ids"].shape[1])
 
+    note.is_tap = True  # type: ignore[attr-defined]  # it only looks on, so the model is the same
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
         yield columns
@@ -201,7 +202,8 @@ def test_a_text_of_weights_that_have_changed_meanwhile_is_not_kept() -> None:
         conversation, begun = kept.take([1, 2, 3], layer)
         conversation.hold([1, 2, 3], [4])
         with torch.no_grad():
-            layer.weight += float(is_changed)
+            if is_changed:
+                layer.weight += 1
         kept.give(conversation, begun, layer)
         assert len(kept._conversations) == (not is_changed)
 
@@ -227,3 +229,69 @@ def test_a_text_of_an_adapter_that_is_switched_off_is_not_gone_on_from() -> None
     kept.give(conversation, begun, layer)
     layer.is_adapted = False
     assert kept.take([1, 2, 3, 4, 5], layer)[0].token_ids == []
+
+
+def write_some(layer: Any) -> None:
+    with torch.no_grad():
+        layer.weight[:, 1] += 1  # between the values that are sampled
+
+
+def scale(layer: Any) -> None:
+    layer.scaling["default"] = 2.0
+
+
+def choose(layer: Any) -> None:
+    layer.top_k = 1
+
+
+def hook(layer: Any) -> None:
+    layer.register_forward_hook(lambda module, args, output: -output)
+
+
+@pytest.mark.parametrize("change", [write_some, scale, choose, hook])
+def test_a_change_that_no_sampled_value_shows_is_noticed(change: Any) -> None:
+    """Bug: a text went on from the caches of the model as it had been."""
+    kept, layer = KeptConversations(MOST), torch.nn.Linear(64, 16)
+    layer.scaling, layer.top_k = {"default": 1.0}, 2
+    conversation, begun = kept.take([1, 2, 3], layer)
+    conversation.hold([1, 2, 3], [4])
+    kept.give(conversation, begun, layer)
+    assert len(kept._conversations) == 1
+    change(layer)
+    assert kept.take([1, 2, 3, 4, 5], layer)[0].token_ids == []
+
+
+class Shared(torch.Tensor):
+    """As a weight that processes share: it has no values to read but those of its part."""
+
+    part: torch.Tensor
+
+    def detach(self) -> Any:
+        return self
+
+    def flatten(self, *args: Any) -> Any:
+        raise RuntimeError("mixed torch.Tensor and DTensor")
+
+    def to_local(self) -> torch.Tensor:
+        return self.part
+
+
+class Sealed(Shared):
+    """As a quantised weight: it has no values to read."""
+
+    def to_local(self) -> torch.Tensor:
+        raise RuntimeError("no storage")
+
+
+@pytest.mark.parametrize(("kind", "is_kept"), [(Shared, True), (Sealed, False)])
+def test_weights_that_cannot_be_read_fail_no_request(kind: Any, is_kept: bool) -> None:
+    """Bug: a DTensor or a quantised weight raised in the request. Where nothing can be told, nothing is kept."""
+    kept, layer = KeptConversations(MOST), torch.nn.Linear(2, 2, bias=False)
+    weight = torch.zeros(2, 2).as_subclass(kind)
+    weight.part = torch.zeros(1, 2)
+    layer.parameters = lambda *args: [weight]  # type: ignore[method-assign]
+    layer.named_parameters = lambda *args: [("weight", weight)]  # type: ignore[method-assign]
+    conversation, begun = kept.take([1, 2, 3], layer)
+    conversation.hold([1, 2, 3], [4])
+    kept.give(conversation, begun, layer)
+    assert len(kept._conversations) == is_kept

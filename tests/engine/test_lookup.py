@@ -21,7 +21,7 @@ from tiny_models import (
 )
 from transformers import PreTrainedModel
 
-from dflash import custom_generate, generate_blocks, spec_generate
+from dflash import History, custom_generate, generate_blocks, spec_generate
 from dflash.engine.lookup import LookupProposer, PromptLookup, with_lookups
 from dflash.evaluation import timed_blocks
 from dflash.model.acceptance_dflash import Proposals
@@ -235,6 +235,20 @@ def test_a_text_is_looked_up_unless_that_is_refused() -> None:
         assert [t for block in blocks for t in block.token_ids] == truth[0, 16 : 16 + 50].tolist()
         found.append(max((block.num_accepted for block in blocks if block.is_lookup), default=None))
     assert found == [31, None]
+
+
+@pytest.mark.parametrize("history", [None, History()])
+@pytest.mark.parametrize("most", [0, 2])
+def test_a_lookup_proposes_no_more_than_max_draft_tokens(most: int, history: History | None) -> None:
+    """Bug: it bounded drafts alone, and 31 tokens were looked up beside."""
+    target, prompt, truth = repeating(1)
+    if history is not None:
+        history.add(truth[0].tolist())
+    asked: dict[str, Any] = {"max_new_tokens": 50, "temperature": 0.0, "max_draft_tokens": most, "history": history}
+    blocks = list(generate_blocks(make_drafter(**SMALL), target, prompt, **asked))
+    assert [t for block in blocks for t in block.token_ids] == truth[0, 16 : 16 + 50].tolist()
+    assert max(block.num_proposals for block in blocks) == most
+    assert any(block.is_lookup for block in blocks) == (most > 0)
 
 
 def test_generate_looks_up_as_its_own_keywords_say() -> None:
