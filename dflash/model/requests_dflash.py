@@ -446,8 +446,8 @@ def _skips_positions(input_ids: torch.Tensor, model_inputs: Mapping[str, Any]) -
     if positions is None or positions.dim() != 2:
         return False
     mask = first_of(model_inputs.get("attention_mask"), torch.ones_like(input_ids))
-    expected = mask.cumsum(-1) - 1
-    return positions.shape != expected.shape or bool(((positions != expected) & (mask != 0)).any())
+    expected = mask.long().cumsum(-1) - 1
+    return positions.shape != expected.shape or bool(((positions != expected) & (mask == 1)).any())
 
 
 def _check_prompt_inputs(request: Request) -> None:
