@@ -72,15 +72,22 @@ class Muon(torch.optim.Muon):
 
     def _update(self, weight: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         momentum = group["momentum"]
+        rate = group["lr"]
         state = self.state[weight]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        update = gradient.lerp(mean, momentum)  # Nesterov's
-        update = orthogonalized(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        mean = state["momentum_buffer"]
+        mean.lerp_(gradient, 1 - momentum)
+        ahead = gradient.lerp(mean, momentum)  # Nesterov's
+        update = orthogonalized(
+            ahead,
+            group["ns_coefficients"],
+            group["ns_steps"],
+            group["eps"],
+        )
         scale = 0.2 * math.sqrt(max(weight.shape))  # the updates are as large as AdamW's
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(update, alpha=-group["lr"] * scale)
+        weight.mul_(1 - rate * group["weight_decay"])
+        weight.add_(update, alpha=-rate * scale)
 
 
 def orthogonalized(
