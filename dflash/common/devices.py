@@ -7,8 +7,8 @@ import torch
 from .messages import first_line
 
 
-# Instructions of an x86 CPU that multiply numbers of 16 bits. Without them each product is converted: a training step of the
-# embedded pair takes three times as long as in fp32, and a forward over a block twice.
+# Instructions of an x86 CPU that multiply numbers of 16 bits. Without them each product is converted, which takes longer than
+# one in fp32: in a training step, and in a forward over a block.
 INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 
 

@@ -61,9 +61,10 @@ def counted(count: int, noun: str) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether this machine has no room for what was asked for, in the words of Python, torch and the system."""
+    """Whether this machine or a device has no room for what was asked for, in the words of Python, torch and the system."""
+    is_named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
     is_other = isinstance(error, (RuntimeError, OSError))
-    return isinstance(error, MemoryError) or (is_other and bool(NO_MEMORY.search(str(error))))
+    return is_named or (is_other and bool(NO_MEMORY.search(str(error))))
 
 
 def as_sentence(error: Exception) -> str | None:

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from dflash.common.messages import is_out_of_memory
 from dflash.model.acceptance_dflash import Acceptance, Acceptor, Proposals
 from dflash.model.cache_dflash import PreallocatedLayer, to_host
 from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS, Block, Conversation, EagerRunner, Step
@@ -24,7 +25,7 @@ from dflash.model.requests_dflash import Request, check_masks
 from dflash.model.sequences_dflash import TextSequence
 from dflash.model.targets_dflash import InexactError
 
-from .conversations import Conversations, lacks_memory
+from .conversations import Conversations
 from .lookup import LookupProposer
 from .runner import EngineDecoder
 from .trees import TreeAcceptor, TreeCache
@@ -347,7 +348,7 @@ class RowBatch(Member):
                 try:
                     conversation = self._copy(self.conversation, place, sequence.length)
                 except Exception as error:  # of any type: a lack of memory
-                    if not lacks_memory(error):
+                    if not is_out_of_memory(error):
                         raise
                     self.conversations.drop_to(0)  # the rows need the memory more
                     return

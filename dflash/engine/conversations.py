@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from dflash.common.messages import is_out_of_memory
 from dflash.model.decoding_dflash import Conversation
 
 from .state import own_part, state_of_modules
@@ -57,11 +56,6 @@ class Conversations:
 
     def __len__(self) -> int:
         return len(self._kept)
-
-
-def lacks_memory(error: Exception) -> bool:
-    """Whether an error says that a device or this machine has no memory left, which kept conversations take, too."""
-    return isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error)
 
 
 class KeptConversations:

@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
+from dflash.common.messages import is_out_of_memory
 from dflash.model.configuration_dflash import check_values
 from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS, Block, Conversation
 from dflash.model.generation_dflash import generate_blocks
@@ -27,7 +28,7 @@ from dflash.model.requests_dflash import IS_COUNT, IS_COUNT_OR_ZERO, first_of, o
 from dflash.model.targets_dflash import InexactError, max_positions
 
 from .batching import Member, RowBatch, read_prompts
-from .conversations import Conversations, lacks_memory
+from .conversations import Conversations
 from .tickets import BatchOutput, Cancelled, ThreadStatus, Ticket, as_prompt
 
 
@@ -530,7 +531,7 @@ class BatchManager:
         try:
             return function()
         except Exception as error:  # of any type: a model raises it
-            if not lacks_memory(error) or not len(self._conversations) or not may_retry():
+            if not is_out_of_memory(error) or not len(self._conversations) or not may_retry():
                 raise
         # Outside of the handler, whose traceback holds what the function had allocated.
         self._conversations.drop_to(0)

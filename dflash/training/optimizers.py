@@ -58,8 +58,8 @@ def build_optimizers(
 class Muon(torch.optim.Muon):
     """Muon that orthogonalises in the dtype of the gradients: torch's does it in bf16.
 
-    An x86 CPU without bf16 products emulates them, and then four fifths of a training step of the embedded pair were
-    these. The state is that of torch's class. Of its options, `adjust_lr_fn` has to be "match_rms_adamw".
+    An x86 CPU without bf16 products emulates them, and then most of a small drafter's training step would be these. The
+    state is that of torch's class. Of its options, `adjust_lr_fn` has to be "match_rms_adamw".
     """
 
     @torch.no_grad()

@@ -455,16 +455,8 @@ class _Display:
 
     def show_point(self, point: Facts, curve: Sequence[Facts]) -> None:
         """Shows `point`, the newest one of `curve`, and logs it to the trackers. Announces once if tau stays low."""
-        newest = curve[-FLAT_POINTS:]
-        taus = [point["tau"] for point in newest if "tau" in point]
-        if not self._is_warned and _is_flat(taus):
-            self._is_warned = True
-            settings = self._trainer.settings
-            recipe = "" if settings.recipe == "short" else "--recipe short, "
-            self._announce(
-                f"tau has stayed at {taus[-1]:.2f} for {FLAT_POINTS} measurements, as for a drafter that proposes the "
-                f"same token everywhere ({settings.recipe_text()}): give {recipe}other learning rates, or more steps."
-            )
+        if not self._is_warned:
+            self._warn_if_flat(curve[-FLAT_POINTS:])
         self.steps.clear()
         if self._on_point is not None:
             self._on_point(point)
@@ -474,6 +466,18 @@ class _Display:
         self._trainer.accelerator.log(figures, step=point["step"])
         floats = {name: value for name, value in point.items() if isinstance(value, float)}
         self.steps.set_postfix(floats)  # the bar rounds them
+
+    def _warn_if_flat(self, points: Sequence[Facts]) -> None:
+        taus = [point["tau"] for point in points if "tau" in point]
+        if not _is_flat(taus):
+            return
+        self._is_warned = True
+        settings = self._trainer.settings
+        recipe = "" if settings.recipe == "short" else "--recipe short, "
+        self._announce(
+            f"tau has stayed at {taus[-1]:.2f} for {FLAT_POINTS} measurements, as for a drafter that proposes the "
+            f"same token everywhere ({settings.recipe_text()}): give {recipe}other learning rates, or more steps."
+        )
 
     def close(self) -> None:
         """Closes the bar and the trackers. accelerate's `end_training` would also end the caller's process group."""

@@ -394,7 +394,7 @@ def test_a_drafter_that_stays_on_the_hub_is_not_fetched(
 ) -> None:
     """Bug: a dry run fetched the drafter that a pair names, of its newest commit. A dflash.json without one was a KeyError.
 
-    And one that named a folder of the disk was published, so that nobody else could load the pair.
+    A pair whose dflash.json named a folder elsewhere on the disk was published, and nobody else could load it.
     """
     fetched: list[Any] = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *arguments, **_: fetched.append(arguments))

@@ -80,7 +80,7 @@ def test_an_update_has_the_directions_of_the_gradient_and_even_lengths(index: in
 
 @pytest.mark.parametrize(("cpu", "is_torchs"), [("avx2", False), ("avx512_bf16", True)])
 def test_bf16_is_not_emulated_by_muon(cpu: str, is_torchs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU without bf16 products torch's Muon took four fifths of a training step."""
+    """On a CPU without bf16 products most of a training step was torch's Muon."""
     play(monkeypatch, cpu)
     (muon,) = build_optimizers(matrices(), 1e-3, 0.0, RATE)
     assert (type(muon) is torch.optim.Muon, isinstance(muon, torch.optim.Muon)) == (is_torchs, True)
