@@ -227,9 +227,8 @@ def _target_weight(module: nn.Module, name: str) -> Tensor | None:
             return weight.clone()
         if "RMSNorm" not in type(owner).__name__:
             return None
-        return owner(torch.ones_like(weight)[None])[
-            0
-        ]  # the factor of the norm: some families store the factor minus 1
+        # The factor of the norm: some families store the factor minus 1.
+        return owner(torch.ones_like(weight)[None])[0]
 
 
 def window_fields(num_hidden_layers: int, sliding_window: int | None) -> Facts:

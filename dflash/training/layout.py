@@ -34,8 +34,8 @@ class BlockLayout:
     """
 
     token_ids: Tensor  # [B, R], the anchor's token, then mask tokens
-    # [B, R], the token at the query's own position, or the next one if `sample_from_anchor`; undefined where none is
-    # learned.
+    # [B, R], the token at the query's own position, or the next one if `sample_from_anchor`; undefined where it is
+    # not trained.
     labels: Tensor
     is_trained: Tensor  # bool [B, R], whether the query's proposal is trained: up to the end of the anchor's response
     # [B, R], columns of the tokens before the labels; the target's logits there predict the labels
