@@ -24,8 +24,9 @@ from transformers import PreTrainedModel
 from dflash import generate_blocks
 from dflash.engine import recorded
 from dflash.engine.state import PairState
+from dflash.engine.waiting import WithoutWaiting, waits
 from dflash.engine.whole import WholeStep
-from dflash.evaluation import READING_OPERATIONS, READS
+from dflash.evaluation import READS
 
 
 TEXT_LENGTH = 280
@@ -61,13 +62,6 @@ class PlayedCompiler:
         return run
 
 
-def reads_values(func: Any, args: Any) -> bool:
-    """Whether an operation's result, or its shape, needs values on the host."""
-    name = func.overloadpacket.__name__
-    is_masked = any(index.dtype == torch.bool for value in args[1:2] for index in _tensors(value))
-    return name in READING_OPERATIONS or (name.startswith("index") and is_masked)
-
-
 class _Tape(TorchDispatchMode):
     """Operations with their tensors, in the order in which they ran."""
 
@@ -77,8 +71,8 @@ class _Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if reads_values(func, args):
-            name = func.overloadpacket.__name__
+        name = func.overloadpacket.__name__
+        if waits(name, args, kwargs):
             raise RuntimeError(f"{name} is not permitted when a stream is capturing\nand a second line")
         result = func(*args, **kwargs)
         self._operations.append((func, args, kwargs, result))
@@ -128,6 +122,8 @@ class PlayedRecorder:
     def __call__(self, function: Callable[[], WholeStep]) -> tuple[Callable[[], None], WholeStep]:
         if self.error is not None:
             raise self.error
+        with WithoutWaiting("cpu"):
+            function()
         tape = _Tape()
         with tape:
             outputs = function()
@@ -399,8 +395,9 @@ class _Operations(TorchDispatchMode):
         places = [place_of(tensor) for tensor in flat]
         place = "device" if "device" in places else "host" if "host" in places else None
         if place == "device":
-            if reads_values(func, args):
-                self._device.fault(func.overloadpacket.__name__)
+            name = func.overloadpacket.__name__
+            if waits(name, args, kwargs or {}):
+                self._device.fault(name)
             if any(of == "host" and tensor.ndim for of, tensor in zip(places, flat, strict=True)):
                 self._device.fault(f"{func.overloadpacket.__name__} of tensors of both")
         for tensor in _tensors(result):

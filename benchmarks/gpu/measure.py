@@ -35,7 +35,7 @@ from dflash.training import DrafterLoss, Example, FrozenTarget, build_optimizers
 EAGERLY: dict[str, Any] = {**GREEDILY, **MODES["eager"], **NOTHING_LOOKED_UP}
 OPTIONS: dict[str, dict[str, Any]] = {
     "eager": EAGERLY,
-    "lookup": {**GREEDILY, **MODES["eager"]},
+    "default": GREEDILY,
     "sampled": {**EAGERLY, **SAMPLED},
     "tree": {**EAGERLY, "draft_tree": 63},
     "adaptive": {**EAGERLY, "adaptive": True},
@@ -45,6 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 TAU = 6.5  # mean acceptance length of the script
+GAINING_LITTLE = ("tree", "useless")  # ways whose steps give about one token
 STEPS, SMOKE_STEPS = 40, 5  # of a text
 
 # A training step: documents of a batch, tokens of each, of which the first are a prompt, and blocks in each.
@@ -124,7 +125,7 @@ class GpuBench:
                 marks.append(time.perf_counter())
 
         if way in OPTIONS:
-            new_tokens = int(self.num_steps * (1 if way == "useless" else TAU))
+            new_tokens = int(self.num_steps * (1 if way in GAINING_LITTLE else TAU))
             options = OPTIONS[way] | {"max_new_tokens": new_tokens}
             run = timed_blocks(drafter, target, prompt_ids, mark, **options)
             tokens_per_step = run.tau_with_lookup
@@ -161,9 +162,9 @@ class GpuBench:
 
     def _fallback(self, target: Any, drafter: Any, way: str) -> str | None:
         """Of a way that is to be recorded or compiled: why it was not."""
-        if way not in ("recorded", "compiled", "static"):
+        if way not in ("default", "recorded", "compiled", "static"):
             return None
-        if way != "recorded" and self.is_smoke:
+        if way in ("compiled", "static") and self.is_smoke:
             return "--smoke leaves torch's compiler out"
         return None if way == "static" else fallback_reason(drafter, target)
 

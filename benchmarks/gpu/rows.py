@@ -13,7 +13,7 @@ WAYS = {
     "generate": "target.generate",
     "native": "native dflash",
     "eager": "ours, eager",
-    "lookup": "ours, eager, lookup",
+    "default": "ours, by default",
     "sampled": "ours, eager, sampled",  # T 1, top-p 0.95, top-k 20
     "tree": "ours, eager, tree of 63",
     "adaptive": "ours, eager, adaptive",
@@ -60,7 +60,7 @@ def all_rows(shape: str = "qwen3-8b", contexts: Sequence[int] = (512, 4096, 3276
 
     short = contexts[0]
     points = [(short, 1), (short, batch), *((context, 1) for context in contexts[1:])]
-    for way in ("generate", "native", "eager", "lookup", "sampled", "tree", "adaptive", "useless"):
+    for way in ("generate", "native", "eager", "default", "sampled", "tree", "adaptive", "useless"):
         decode("steps", short, 1, way)
     for context, num_sequences in points[1:]:
         decode("steps", context, num_sequences, "generate")

@@ -65,6 +65,8 @@ class CompiledRunner(WholeRunner):
 class AutoRunner(CompiledRunner):
     """Runs steps of a kind eagerly until they have taken so long that compiling pays."""
 
+    is_asked_for = False
+
     def run(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Step:
         """As `EagerRunner.run`."""
         seconds = self.pair.eager_seconds

@@ -24,7 +24,7 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _is_compile(value: Any) -> bool:
+def _is_flag_or_auto(value: Any) -> bool:
     return isinstance(value, bool) or value == "auto"
 
 
@@ -41,8 +41,8 @@ def _is_window(value: Any) -> bool:
 
 SETTINGS: Checks = {
     "adaptive": (_is_flag, "use True or False"),
-    "compile": (_is_compile, "use True, False or 'auto'"),
-    "cuda_graph": (_is_flag, "use True or False"),
+    "compile": (_is_flag_or_auto, "use True, False or 'auto'"),
+    "cuda_graph": (_is_flag_or_auto, "use True, False or 'auto'"),
     "draft_tree": (_is_tree, f"use a number of nodes up to {MOST_NODES}, or True for as many as pay"),
     "draft_window": (
         _is_window,
@@ -62,7 +62,7 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
     check_values(keywords, SETTINGS)
     if keywords.get("max_matching_ngram_size") is not None and keywords.get("prompt_lookup_num_tokens") == 0:
         raise ValueError("max_matching_ngram_size belongs to a prompt lookup, and prompt_lookup_num_tokens is 0.")
-    if keywords.get("cuda_graph") and keywords.get("compile") is True:
+    if keywords.get("cuda_graph") is True and keywords.get("compile") is True:
         raise ValueError("cuda_graph=True and compile=True are two ways to run a step: pass one of them.")
 
 
@@ -72,7 +72,7 @@ class Options:
 
     adaptive: bool = False  # whether to choose the number of proposals by what steps have cost
     compile: bool | str = "auto"
-    cuda_graph: bool = False
+    cuda_graph: bool | str = "auto"
     draft_tree: int = 0  # most nodes; 0: a chain
     draft_window: tuple[int, int] | None = None  # positions that the drafter reads: the first and the newest
     history: History | None = None

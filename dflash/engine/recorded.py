@@ -17,20 +17,29 @@ import torch
 
 from dflash.model.cache_dflash import CAPACITY_STEP, PreallocatedCache, room_like
 from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS
+from dflash.model.sequences_dflash import TextSequence
 
 from .steps import WholeRunner, checked
+from .waiting import WithoutWaiting
 from .whole import Inputs, State, Storage, WholeStep, whole_step
 
 
 MOST_RECORDINGS = 2
-SMALLEST_CAPACITY = 2048  # positions; capacities double from here
-WARM_UPS = 2  # runs before a recording: libraries allocate in the first ones
+SMALLEST_CAPACITY = 2048  # positions; further capacities are powers of two, and three quarters of them
+# Of the free memory, what a recording that nobody has asked for may hold.
+AUTO_SHARE = 1 / 8
 
 
 def record_cuda_graph(function: Callable[[], WholeStep]) -> tuple[Callable[[], None], WholeStep]:
-    """Records `function` as a CUDA graph: what replays it, and its outputs, which each replay overwrites."""
-    for _ in range(WARM_UPS):
+    """Records `function` as a CUDA graph: what replays it, and its outputs, which each replay overwrites.
+
+    Raises:
+        RuntimeError: A graph cannot hold what it does.
+    """
+    # Twice: libraries allocate in the first runs.
+    with WithoutWaiting():
         function()
+    function()
     graph = torch.cuda.CUDAGraph()
     # Other threads may allocate meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -66,6 +75,13 @@ def release(cache: PreallocatedCache) -> None:
         own_keys.append(room_like(layer.keys, num_sequences, capacity))
         own_values.append(room_like(layer.values, num_sequences, capacity))
     adopt(cache, own_keys, own_values)
+
+
+def capacity_for(length: int) -> int:
+    """The capacity of a recording for a text of some length: few different ones, so that recordings serve later texts."""
+    power = 1 << (length - 1).bit_length()
+    three_quarters = power * 3 // 4
+    return max(SMALLEST_CAPACITY, three_quarters if length <= three_quarters else power)
 
 
 class Recording:
@@ -122,25 +138,35 @@ class RecordedRunner(WholeRunner):
 
     def compute(self, state: State) -> WholeStep:
         """As `WholeRunner.compute`."""
-        target_cache = self.conversation.target_cache
-        caches = (target_cache, self.conversation.context.cache)
-        longest = max(target_cache.lengths)
+        if self._has_room():
+            return self._recording.run(state)  # type: ignore[union-attr]
+        return self._move(state)
+
+    def _length(self) -> int:
+        """How many positions the next step may need."""
         width = self.kind.num_proposals + 1
-        length = longest + 2 * width + self.kind.block_size
+        longest: int = max(self.conversation.target_cache.lengths)
+        return longest + 2 * width + self.kind.block_size
+
+    def _has_room(self) -> bool:
+        """Whether the next step can run on this text's recording."""
         recording = self._recording
         # An eager step between may have been too wide for it, and have moved a cache to other storage.
-        if recording is None or length > recording.capacity or not recording.holds(*caches):
-            return self._move(state, length)
-        return recording.run(state)
+        caches = (self.conversation.target_cache, self.conversation.context.cache)
+        return recording is not None and self._length() <= recording.capacity and recording.holds(*caches)
 
-    def _move(self, state: State, length: int) -> WholeStep:
-        """The first step on another recording, with room for `length` positions and new tokens."""
+    def _next_key(self, num_sequences: int) -> tuple[Hashable, int]:
+        """The key and the capacity of another recording, with room for the next step and for new tokens."""
+        length = self._length() + min(self.request.max_new_tokens, INITIAL_NEW_TOKENS)
+        capacity = capacity_for(length)
+        return (self.kind, num_sequences, capacity), capacity
+
+    def _move(self, state: State) -> WholeStep:
+        """The first step on another recording."""
         self._release()
-        length += min(self.request.max_new_tokens, INITIAL_NEW_TOKENS)
-        capacity = max(SMALLEST_CAPACITY, 1 << (length - 1).bit_length())
         target_cache = self.conversation.target_cache
         draft_cache = self.conversation.context.cache
-        self._key = (self.kind, len(state.anchors), capacity)
+        self._key, capacity = self._next_key(len(state.anchors))
         self._shelf = self.pair.recordings
         recording = self._shelf.pop(self._key, None)
         if recording is not None:
@@ -171,3 +197,38 @@ class RecordedRunner(WholeRunner):
             release(self.conversation.target_cache)
             release(self.conversation.context.cache)
             self._shelf[self._key] = recording
+
+
+class AutoRecordedRunner(RecordedRunner):
+    """Records steps for which nobody has asked, if a recording holds little of the memory that is free."""
+
+    is_asked_for = False
+    _is_too_large = False
+
+    def _can_be_whole(self, sequences: list[TextSequence], most: int) -> bool:
+        """As `WholeRunner._can_be_whole`."""
+        if self._is_too_large or not super()._can_be_whole(sequences, most):
+            return False
+        self._is_too_large = not self._has_room() and not self._fits(len(sequences))
+        return not self._is_too_large
+
+    def _fits(self, num_sequences: int) -> bool:
+        """Whether the next recording is there, or would hold little of the free memory."""
+        key, capacity = self._next_key(num_sequences)
+        if key in self.pair.recordings:
+            return True
+        drafter = self.request.drafter  # whose own cache may be empty yet
+        config = drafter.config
+        per_layer = 2 * config.num_key_value_heads * config.head_dim * drafter.dtype.itemsize
+        per_position = config.num_hidden_layers * per_layer
+        for layer in self.conversation.target_cache.attention_layers():
+            for states in (layer.keys, layer.values):
+                per_position += states.shape[1] * states.shape[3] * states.element_size()
+        num_bytes = num_sequences * capacity * per_position
+        return num_bytes <= AUTO_SHARE * free_bytes(self.request.target.device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """The memory of a CUDA device that nobody uses, that which torch holds for its next tensors included."""
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

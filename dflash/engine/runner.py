@@ -22,7 +22,7 @@ from .conversations import KeptConversations
 from .history import History
 from .lookup import LookupProposer, PromptLookup
 from .options import Options
-from .recorded import RecordedRunner
+from .recorded import AutoRecordedRunner, RecordedRunner
 from .state import PairState
 from .steps import WholeRunner, why_not
 from .together import Together
@@ -31,12 +31,8 @@ from .widths import WidthProposer
 from .windows import WindowedCache, WindowedContext
 
 
-# The runners of whole steps, by what is asked for.
-RUNNERS: dict[bool | str, type[WholeRunner]] = {
-    True: CompiledRunner,
-    "auto": AutoRunner,
-    "cuda_graph": RecordedRunner,
-}
+# The runners of whole steps that nobody has to ask for, by kind of device.
+AUTO_RUNNERS: dict[str, type[WholeRunner]] = {"cpu": AutoRunner, "cuda": AutoRecordedRunner}
 
 
 class EngineDecoder(Decoder):
@@ -157,18 +153,31 @@ class EngineDecoder(Decoder):
         acceptor: Any = self.acceptor  # a `TreeAcceptor`
         if needs_host or not drafts.num_proposals or not acceptor.can_fuse:
             return EagerRunner
-        way = "cuda_graph" if options.cuda_graph else options.compile
-        # By itself never on an accelerator: nothing measured there says that compiling pays.
-        if not way or (way == "auto" and request.target.device.type != "cpu"):
+        runner_class = _whole_runner_class(options, request)
+        if runner_class is None:
             return EagerRunner
         self.pair.refresh()
         reason = why_not(request.target, request.drafter)
-        runner_class = RUNNERS[way]
         if reason is None:
             return runner_class
-        if way != "auto":  # for which nobody has asked
+        if runner_class.is_asked_for:
             self.pair.give_up(runner_class.keyword, reason)
         return EagerRunner
+
+
+def _whole_runner_class(options: Options, request: Request) -> type[WholeRunner] | None:
+    """What runs whole steps: what was asked for, else what pays on this kind of device."""
+    if options.cuda_graph is True:
+        return RecordedRunner
+    if options.compile is True:
+        return CompiledRunner
+    runner_class = AUTO_RUNNERS.get(request.target.device.type)
+    if runner_class is None or getattr(options, runner_class.keyword) != "auto":
+        return None
+    is_trained = request.target.training or request.drafter.training  # which needs the memory of recordings
+    if runner_class is AutoRecordedRunner and is_trained:
+        return None
+    return runner_class
 
 
 class TreeRunner(EagerRunner):

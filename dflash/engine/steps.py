@@ -33,6 +33,7 @@ class WholeRunner(EagerRunner):
     """Runs a step as one function where that is possible, else eagerly. If it ever fails, the pair's texts go on eagerly."""
 
     keyword: ClassVar[str]  # that asks for it
+    is_asked_for: ClassVar[bool] = True  # so that a warning says where models cannot have whole steps
 
     @cached_property
     def pair(self) -> PairState:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         untrained,
     )
     from .page import drawings, save_drawing, save_plots, write_page
-    from .profiling import READING_OPERATIONS, READS, Profile, host_syncs, step_split
+    from .profiling import READS, Profile, host_syncs, step_split
     from .results import place_of, read_result
     from .sandbox import Limits, run_program
     from .scoring import check_scorers, extract_code, is_right
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DOCTORS_PROMPTS", "EAGER", "GREEDY", "HAS_NATIVE", "MARK", "METHODS", "NATIVE", "OURS", "PLAIN",
-    "PROMPT_LOOKUP", "RANDOM_DRAFTER", "READING_OPERATIONS", "READS", "TASKS", "VARIANTS", "Backend", "BenchPlan",
+    "PROMPT_LOOKUP", "RANDOM_DRAFTER", "READS", "TASKS", "VARIANTS", "Backend", "BenchPlan",
     "Difference", "EvalPlan", "HeadReport", "Limits", "Load", "Measurement", "PeakMemory", "Profile", "Prompt", "Question",
     "Server", "Setup", "TaskAnswer", "TimedRun", "allocated_memory", "answer_questions", "caveat",
     "chat_encoder", "check_eval_output", "check_head", "check_methods", "check_scorers", "compare", "decoding_methods",

@@ -28,7 +28,7 @@ Method = Callable[..., TimedRun]
 # The drafter alone, whose acceptance is that of the paper and of other engines.
 ALONE = {"prompt_lookup_num_tokens": 0}
 # The loop's options for each of its variants.
-EAGER = {**ALONE, "compile": False, "adaptive": False, "draft_tree": False}
+EAGER = {**ALONE, "compile": False, "cuda_graph": False, "adaptive": False, "draft_tree": False}
 VARIANTS: dict[str, dict[str, Any]] = {
     OURS: ALONE,
     OURS_LOOKING_UP: {},

@@ -24,6 +24,7 @@ from transformers.modeling_utils import PreTrainedModel
 from dflash.engine import runner
 from dflash.engine.lookup import LookupProposer
 from dflash.engine.steps import WholeRunner
+from dflash.engine.waiting import waits
 from dflash.model.drafting_dflash import DraftProposer
 from dflash.model.targets_dflash import Target
 
@@ -34,8 +35,6 @@ from .timing import Progress, TimedRun, silent
 # Python-level calls on a tensor that wait for its value.
 T = torch.Tensor
 READS = {T.item, T.tolist, T.cpu, T.numpy, T.__bool__, T.__int__, T.__float__, T.__index__}
-# Operations whose result, or whose shape, the host must know.
-READING_OPERATIONS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2"}
 
 
 @dataclass(frozen=True)
@@ -215,13 +214,9 @@ class _OperationCounter(TorchDispatchMode):
     num_reads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        is_reading = name in READING_OPERATIONS
-        if name in ("index", "index_put", "index_put_"):
-            for index in filter(lambda index: index is not None, args[1]):
-                is_reading |= index.dtype in (torch.bool, torch.uint8)
-        self.num_reads += is_reading
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self.num_reads += waits(func.overloadpacket.__name__, args, kwargs)
+        return func(*args, **kwargs)
 
 
 class _DriverSyncs:

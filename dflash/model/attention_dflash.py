@@ -24,6 +24,15 @@ STEP = "step"
 NUM_IN_STEPS = "_num_in_steps"  # attribute of an embedding: threads whose step runs on its model
 # CUDA's kernels read masks whose rows begin at multiples of this number, and copy others in every layer.
 ROW_ALIGNMENT = 8
+# CUDA's kernel for masks walks all keys of a head in one thread block. Keys whose number is a multiple of `PART_STEP`, as that of
+# a recorded step is, are split into parts that are walked side by side.
+PART_STEP = 128
+MOST_PARTS = 32
+MOST_THREAD_BLOCKS = 256  # which fill a GPU: more parts take longer to merge
+ROWS_OF_A_BLOCK = 64
+# Added to the scores of unseen keys, if the dtype reaches so far: of a part without seen keys this kernel returns numbers. With the
+# lowest float32 it would compute with infinities.
+UNSEEN = -1e30
 # Devices whose kernels align causal attention without a mask to the last keys.
 ALIGNING_DEVICES = ("cuda",)
 
@@ -184,6 +193,10 @@ def expanded_attention(
     """SDPA by CUDA's kernels that take a mask. They do not know shared keys, but read keys of stride 0."""
     groups = key.shape[1]
     num_shared = query.shape[1] // groups
+    can_be_split = mask.is_floating_point() and not dropout
+    num_parts = _num_parts(query, key) if can_be_split else 1
+    if num_parts > 1:
+        return split_attention(query, key, value, mask, num_parts, scale)
     of_groups = mask.expand(len(query), groups, -1, -1)
     output = functional.scaled_dot_product_attention(
         query.unflatten(1, (groups, num_shared)).flatten(0, 1),
@@ -194,6 +207,57 @@ def expanded_attention(
         scale=scale,
     )
     return output.reshape(query.shape)
+
+
+def split_attention(
+    query: torch.Tensor,  # [B, H, S, E]
+    key: torch.Tensor,  # [B, G, K, E]
+    value: torch.Tensor,  # likewise
+    mask: torch.Tensor,  # [B or 1, 1, S, K]
+    num_parts: int,  # divides K
+    scale: float | None = None,
+) -> torch.Tensor:  # [B, H, S, E]
+    """SDPA over equal parts of the keys, merged by their log-sum-exp. The heads that share keys are rows of one query."""
+    num_sequences, _, width, _ = query.shape
+    groups = key.shape[1]
+    of_groups = query.unflatten(1, (groups, -1))  # [B, G, H / G, S, E]
+    shape = of_groups.shape
+    num_shared = shape[2]
+    rows = of_groups.reshape(num_sequences * groups, 1, num_shared * width, -1)
+    lowest = max(UNSEEN, torch.finfo(mask.dtype).min)
+    of_parts = mask.unflatten(-1, (num_parts, -1)).permute(0, 3, 1, 2, 4)  # [B or 1, parts, 1, S, K / parts]
+    bias = of_parts.expand(-1, -1, num_shared, -1, -1).clamp(min=lowest).flatten(2, 3)
+    bias = bias.unsqueeze(1).expand(num_sequences, groups, -1, -1, -1)
+    outputs, log_sums = masked_attention(
+        rows.expand(-1, num_parts, -1, -1),
+        key.flatten(0, 1).unflatten(1, (num_parts, -1)),
+        value.flatten(0, 1).unflatten(1, (num_parts, -1)),
+        bias.flatten(0, 1),  # a copy only for several sequences
+        scale,
+    )
+    weights = log_sums.softmax(dim=1)
+    merged = (outputs * weights.unsqueeze(-1)).sum(dim=1)
+    return merged.to(query.dtype).view(shape).flatten(1, 2)
+
+
+def masked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [B, H, S, E] of CUDA's kernel for masks, and the logarithm of each row's sum [B, H, S], in float32."""
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    outputs, log_sums, *_ = attend(query, key, value, bias, compute_log_sumexp=True, scale=scale)
+    return outputs, log_sums[..., : query.shape[2]]  # padded to a multiple of 32 rows
+
+
+def _num_parts(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Into how many equal parts the keys are split: as many as fill the GPU. 1: they are not split."""
+    num_steps, rest = divmod(key.shape[2], PART_STEP)
+    num_rows = query.shape[1] * query.shape[2] // key.shape[1]  # of a group of heads
+    num_blocks = key.shape[0] * key.shape[1] * -(-num_rows // ROWS_OF_A_BLOCK)
+    most = min(MOST_PARTS, MOST_THREAD_BLOCKS // num_blocks, num_steps)
+    if rest or query.shape[3] % ROW_ALIGNMENT:
+        return 1
+    return next((number for number in range(most, 1, -1) if num_steps % number == 0), 1)
 
 
 def _repeated(states: torch.Tensor, num_shared: int) -> torch.Tensor:

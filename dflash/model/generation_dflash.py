@@ -146,8 +146,10 @@ def generate_blocks(
             - **compile** (`bool` or `"auto"`, defaults to `"auto"`): `True` compiles in the first call, which takes up to a
               minute; `False` never does. "auto" does so on a CPU alone, for a kind of step, such as one of two prompts, once
               eager ones have taken 200 seconds. What does not compile runs eagerly, with a warning.
-            - **cuda_graph** (`bool`, defaults to `False`): Records the eager step as a CUDA graph, in about a second. What cannot
-              be recorded runs eagerly, with a warning.
+            - **cuda_graph** (`bool` or `"auto"`, defaults to `"auto"`): `True` records the eager step as a CUDA graph, in about
+              a second; `False` never does. "auto" does so on a CUDA device, where a recording holds at most an eighth of the
+              memory that is free and no model is in training mode. What cannot be recorded runs eagerly; with `True`, a
+              warning says so.
             - **prompt_lookup_num_tokens** (`int`, defaults to 31): Proposals of a step, at most 63, where the text repeats
               itself. What followed the last tokens earlier is
               proposed. **max_matching_ngram_size** (`int`, defaults to 5) of them have to match. 0 looks nothing up.
@@ -246,7 +248,7 @@ def custom_generate(
     decoder_class: Any = None,
     adaptive: bool = False,
     compile: bool | str = "auto",
-    cuda_graph: bool = False,
+    cuda_graph: bool | str = "auto",
     draft_tree: int | bool = False,
     draft_window: tuple[int, int] | None = None,
     history: Any = None,

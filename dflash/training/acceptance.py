@@ -90,7 +90,9 @@ def measure_acceptance(
                 torch.tensor([list(prompt)], device=target.device),
                 max_new_tokens=max_new_tokens,
                 temperature=0.0,
-                compile=False,  # else steps are compiled after some time, and near-ties are then rounded differently
+                # Steps that are compiled after some time round near-ties differently, and recorded ones hold memory.
+                compile=False,
+                cuda_graph=False,
                 prompt_lookup_num_tokens=0,
             )
             for block in blocks:

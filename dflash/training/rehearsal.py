@@ -139,7 +139,13 @@ def _step_cost(trainer: Trainer) -> float:
     drafter: Any = copy.deepcopy(trainer.decodable_drafter())
     drafter = drafter.to(target.dtype).eval()
     ids = torch.tensor([prompt_of(trainer.examples[0])[:16]], device=target.device)
-    eager: dict[str, Any] = {"temperature": 0.0, "compile": False, "prompt_lookup_num_tokens": 0, "stop_token_ids": []}
+    eager: dict[str, Any] = {
+        "temperature": 0.0,
+        "compile": False,
+        "cuda_graph": False,
+        "prompt_lookup_num_tokens": 0,
+        "stop_token_ids": [],
+    }
     num_steps = 0
 
     def plain() -> None:

@@ -190,7 +190,8 @@ def count(mode_name: str, depths: tuple[int, int], prompt_length: int, watch: Wa
         move(target)
         move(drafter)
         input_ids = torch.zeros(num_prompts, prompt_length, dtype=torch.long, device=DEVICE)
-        options: dict[str, Any] = {"compile": False, "num_looked_up": 0, "as_blocks": True, **keywords}
+        options: dict[str, Any] = {"compile": False, "cuda_graph": False, "num_looked_up": 0, "as_blocks": True}
+        options |= keywords
         if num_prompts > 1:
             options["attention_mask"] = torch.ones_like(input_ids)
         with watch:

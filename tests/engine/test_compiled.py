@@ -314,7 +314,7 @@ def test_auto_never_compiles_on_another_device(
 
     def chosen_elsewhere(self: Any, drafts: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(type(pair.target), "device", torch.device("cuda"))
+            patch.setattr(type(pair.target), "device", torch.device("xpu"))
             return runner_class(self, drafts)
 
     monkeypatch.setattr(runner.EngineDecoder, "_runner_class", chosen_elsewhere)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from devices import NEW_TOKENS, TEXT_LENGTH, Pair, PlayedRecorder, move_parameter
 from tiny_models import SMALL, make_drafter
+from torch._subclasses import FakeTensorMode
 
 from dflash import Conversation
 from dflash.engine import fallback_reason, recorded, runner
+from dflash.engine.waiting import WithoutWaiting
 from dflash.model import decoding_dflash
 
 
@@ -85,7 +87,7 @@ def test_a_batch_that_shrinks_and_outgrows_its_recording(pair: Pair, recorder: P
     assert len(eager[1]) == 21
     assert len(eager[0]) > 60
     assert pair.write(lengths, **stop, **RECORDED) == eager
-    assert recorder.num_made == 2
+    assert recorder.num_made == 4  # 96, 128, 192 and 256 positions
 
 
 @pytest.mark.usefixtures("_small_rooms")
@@ -223,7 +225,7 @@ def test_a_model_that_reads_values_runs_eagerly(pair: Pair, caplog: pytest.LogCa
     forward = mlp.forward
     mlp.forward = lambda states: forward(states * (1.0 if states.sum().item() < 1e9 else 0.0))
     pair.check([17], **RECORDED)
-    assert "_local_scalar_dense is not permitted" in warnings_of(caplog)[0]
+    assert "the host waits in aten._local_scalar_dense" in warnings_of(caplog)[0]
 
 
 def test_without_a_cuda_device_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -369,3 +371,141 @@ def test_a_text_is_whole_though_its_caches_have_no_room_after_it(
     assert conversation.token_ids == []
     monkeypatch.undo()
     pair.check([17], conversation=conversation, cuda_graph=False)
+
+
+# Where nobody has asked
+
+
+@pytest.fixture
+def _by_itself(recorder: PlayedRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is a device that records by itself, and has a gigabyte free."""
+    monkeypatch.setitem(runner.AUTO_RUNNERS, "cpu", recorded.AutoRecordedRunner)
+    monkeypatch.setattr(recorded, "free_bytes", lambda device: 2**30)
+
+
+@pytest.mark.usefixtures("_by_itself")
+def test_steps_are_recorded_by_themselves(
+    pair: Pair, recorder: PlayedRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    for length in (17, 60):
+        pair.check([length])
+    assert recorder.num_made == 1
+    num_calls = recorder.num_calls
+    pair.check([17], cuda_graph=False)
+    assert recorder.num_calls == num_calls
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.usefixtures("_by_itself")
+@pytest.mark.parametrize("name", ["target", "drafter"])
+def test_nothing_is_recorded_by_itself_in_training(pair: Pair, recorder: PlayedRecorder, name: str) -> None:
+    """Promise: training has the memory that recordings would hold."""
+    getattr(pair, name).train()
+    pair.check([17])
+    assert recorder.num_made == 0
+    pair.check([17], **RECORDED)
+    assert recorder.num_made == 1
+
+
+@pytest.mark.usefixtures("_by_itself")
+def test_a_recording_that_would_hold_much_memory_is_not_made(
+    pair: Pair, recorder: PlayedRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Promise: by itself a recording holds an eighth of the free memory at most."""
+    layers = (pair.target.config, pair.drafter.config)
+    of_position = sum(
+        2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim for config in layers
+    )
+    needed = 512 * of_position * 8
+    monkeypatch.setattr(recorded, "free_bytes", lambda device: needed - 1)
+    pair.check([17])
+    assert recorder.num_made == 0
+    monkeypatch.setattr(recorded, "free_bytes", lambda device: needed)
+    pair.check([17])
+    assert recorder.num_made == 1
+    monkeypatch.setattr(recorded, "free_bytes", lambda device: 0)
+    num_calls = recorder.num_calls
+    pair.check([17])  # on the recording that is there
+    assert recorder.num_made == 1
+    assert recorder.num_calls > num_calls
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.usefixtures("_by_itself", "_small_rooms")
+def test_a_text_whose_next_recording_does_not_fit_goes_on_eagerly(
+    pair: Pair, recorder: PlayedRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = iter([2**30])
+    monkeypatch.setattr(recorded, "free_bytes", lambda device: next(free, 0))
+    pair.check([17], max_new_tokens=150)
+    assert recorder.num_made == 1
+    assert recorder.num_calls < 30
+    pair.check([17], max_new_tokens=20)
+    assert recorder.num_made == 1
+
+
+@pytest.mark.usefixtures("_by_itself")
+def test_models_that_cannot_be_recorded_run_eagerly_without_a_word(
+    pair: Pair, recorder: PlayedRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "why_not", lambda *models: "it makes its own masks")
+    pair.check([17])
+    assert recorder.num_made == 0
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.usefixtures("_by_itself")
+def test_a_recording_that_fails_is_tried_once(
+    pair: Pair, recorder: PlayedRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder.error = RuntimeError("no graph")
+    for _ in range(2):
+        pair.check([17])
+    (warning,) = warnings_of(caplog)
+    assert "no graph" in warning
+
+
+def waiting_operations() -> dict[str, Any]:
+    """Operations on a tensor of numbers and a mask for which the host waits, by name."""
+    return {
+        "item": lambda numbers, mask: numbers[0].item(),
+        "nonzero": lambda numbers, mask: mask.nonzero(),
+        "where": lambda numbers, mask: torch.where(mask),
+        "masked_select": lambda numbers, mask: numbers[mask],
+        "assigned": lambda numbers, mask: numbers.index_put((mask,), numbers[:1]),
+        "unique": lambda numbers, mask: numbers.unique(),
+        "consecutive": lambda numbers, mask: numbers.unique_consecutive(),
+        "rows": lambda numbers, mask: numbers[:, None].unique(dim=0),
+        "bincount": lambda numbers, mask: numbers.bincount(),
+        "repeated": lambda numbers, mask: numbers.repeat_interleave(numbers),
+        "condition": lambda numbers, mask: bool((numbers > 2).all()),
+    }
+
+
+@pytest.mark.parametrize("name", waiting_operations())
+def test_what_waits_for_the_device_is_not_recorded(name: str) -> None:
+    """Promise: it is found before the recording, which it would break."""
+    numbers, mask = torch.tensor([3, 1, 2]), torch.tensor([True, False, True])
+    with WithoutWaiting("cpu"), pytest.raises(RuntimeError, match="the host waits in aten"):
+        waiting_operations()[name](numbers, mask)
+
+
+def test_what_the_host_reads_is_not_recorded() -> None:
+    with FakeTensorMode():
+        numbers = torch.empty(3, device="cuda")
+        with (
+            WithoutWaiting(),
+            pytest.raises(RuntimeError, match=r"the host reads the result of aten\._to_copy"),
+        ):
+            numbers.cpu()
+
+
+def test_what_a_graph_can_hold_is_recorded() -> None:
+    numbers, mask = torch.tensor([3, 1, 2]), torch.tensor([True, False, True])
+    with WithoutWaiting("cpu"):
+        places = torch.arange(3)
+        numbers[places] = numbers.where(mask, 0)[places]
+        repeated = numbers.repeat_interleave(torch.tensor([2, 0, 1]), output_size=3)
+    assert repeated.tolist() == [3, 3, 2]
+    with WithoutWaiting("cuda"):
+        assert numbers[mask].sum().item() == 5  # tensors of the host are there

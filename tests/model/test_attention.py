@@ -70,6 +70,65 @@ def test_attention_for_cudas_kernels_gives_the_same(heads: tuple[int, int], batc
     assert batch > 1 or copies.most <= query.numel()
 
 
+def masked_attention_of_cuda(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What CUDA's kernel computes, on the CPU."""
+    assert scale is not None
+    scores = query @ key.transpose(2, 3) * scale + bias
+    return scores.softmax(dim=-1) @ value, scores.logsumexp(dim=-1)
+
+
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize(("batch", "masks"), [(1, 1), (3, 1), (3, 3)])
+@pytest.mark.parametrize("heads", [(8, 2), (4, 1), (4, 4)])
+def test_keys_in_parts_give_the_same(
+    heads: tuple[int, int], batch: int, masks: int, lowest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: also where a row sees no key of some parts, and keys are a part of a cache's storage."""
+    seen: list[tuple[int, ...]] = []
+
+    def attend(query: torch.Tensor, key: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(tuple(key.shape))
+        return masked_attention_of_cuda(query, key, *args)
+
+    monkeypatch.setattr(attention_dflash, "masked_attention", attend)
+    torch.manual_seed(0)
+    query = torch.randn(batch, 5, heads[0], 8).transpose(1, 2)
+    key, value = torch.randn(2, batch + 1, heads[1], 512, 8)[:, :batch, :, :384].unbind()
+    visible = torch.rand(masks, 1, 5, 384) < 0.3
+    visible[..., 150:] = False  # the last part
+    visible[:, :, 2:4, :128] = False  # of two rows the first part
+    visible[..., 140] = True
+    mask = torch.where(visible, 0.0, lowest)
+    options = {"attention_mask": mask, "scaling": 0.3, "is_causal": False}
+    expected, _ = grouped_attention(torch.nn.Module(), query, key, value, **options)
+    output = expanded_attention(query, key, value, mask, scale=0.3)
+    torch.testing.assert_close(output.transpose(1, 2), expected)
+    assert seen == [(batch * heads[1], 3, 128, 8)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_keys", "width", "expected"),
+    [
+        (1, 2048, 16, 16),  # parts of 128 keys
+        (1, 65536, 16, 32),
+        (1, 3072, 16, 24),
+        (1, 6144, 16, 24),
+        (8, 2048, 16, 4),
+        (1, 2048, 64, 8),
+        (1, 2050, 16, 1),
+        (1, 128, 16, 1),
+        (128, 2048, 16, 1),
+    ],
+)
+def test_keys_are_split_until_the_gpu_is_full(batch: int, num_keys: int, width: int, expected: int) -> None:
+    """The shapes are those of Qwen3-8B."""
+    query = torch.empty(batch, 32, width, 128, device="meta")
+    key = torch.empty(batch, 8, num_keys, 128, device="meta")
+    assert attention_dflash._num_parts(query, key) == expected
+
+
 def test_a_later_chunk_is_causal() -> None:
     """Known bug: another thread's step renamed the attention of a chunk without a mask, whose first row then saw one key."""
     torch.manual_seed(0)
