@@ -36,6 +36,12 @@ _trace = logging.getLogger("torch.__trace")
 _trace.propagate, _trace.handlers = True, []
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests compute on the CPU, also where there is a GPU: `-m gpu` asks for those that are about it."""
+    if "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_finish() -> None:
     """What was imported is no garbage: collections need not look at it again."""
     gc.collect()

@@ -23,6 +23,7 @@ WAITING = {
     "_unique",
     "_unique2",
 }
+COPYING = {"_to_copy", "copy_"}
 INDEXING = {"index", "index_put", "index_put_"}  # wait where they look for the true places of a mask
 MASKS = (torch.bool, torch.uint8)
 
@@ -49,9 +50,15 @@ class WithoutWaiting(TorchDispatchMode):
         if is_on_device and waits(func.overloadpacket.__name__, args, kwargs):
             raise RuntimeError(f"the host waits in {func}")
         result = func(*args, **kwargs)
-        if is_on_device and isinstance(result, torch.Tensor) and not self._is_on_device(result):
+        if isinstance(result, torch.Tensor) and is_on_device and not self._is_on_device(result):
             raise RuntimeError(f"the host reads the result of {func}")
+        is_copy = func.overloadpacket.__name__ in COPYING and self._is_on_device(result)
+        if is_copy and any(self._is_on_host(arg) for arg in args):
+            raise RuntimeError(f"{func} copies memory of the host, which is another at each step")
         return result
+
+    def _is_on_host(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.device.type == "cpu" != self.device_type
 
     def _is_on_device(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.device.type == self.device_type

@@ -20,6 +20,8 @@ from .fused_attention import FusedBlocks
 # The name of this attention as `attn_implementation`. Its masks are [B, 1, R, S + N]: a query's mask over the context's
 # keys, then over the keys of its own block.
 BLOCKWISE = "blockwise"
+# The name of flex attention over many blocks. Its masks are `BlockMask`s.
+FLEX = "flex_blocks"
 
 # Largest number of attention scores in memory at a time: 64 MiB in fp32. If all blocks have more, they are computed in
 # chunks.
@@ -176,4 +178,14 @@ def _attend(
     return from_context.view_as(queries) + own_weights @ block_value
 
 
+def flex_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Runs transformers' flex attention by the kernel for any number of queries.
+
+    The kernel that torch takes for fewer than 128 queries does not compile for all numbers of them.
+    """
+    attend = ALL_ATTENTION_FUNCTIONS["flex_attention"]
+    return attend(*args, kernel_options={"FORCE_USE_FLEX_ATTENTION": True}, **kwargs)
+
+
 ALL_ATTENTION_FUNCTIONS.register(BLOCKWISE, blockwise_attention)
+ALL_ATTENTION_FUNCTIONS.register(FLEX, flex_attention)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dflash.drafter import DFlashConfig
 from dflash.model.attention_dflash import additive_mask, sees, target_sees
 
-from .block_attention import BLOCKWISE
+from .block_attention import BLOCKWISE, FLEX
 from .settings import Facts
 
 
@@ -42,7 +42,7 @@ class BlockLayout:
     previous: Tensor
     position_ids: Tensor  # [B, S + R], of the context, then of the queries
     # By layer type, whether a query sees a key: bool [B, 1, R, S + R]; for "blockwise" the context's keys and those of
-    # the query's own block, [B, 1, R, S + N]; for "flex_attention" its `BlockMask`.
+    # the query's own block, [B, 1, R, S + N]; for `FLEX` its `BlockMask`.
     attention_mask: Facts
 
 
@@ -188,7 +188,7 @@ def _mask(visible: Visibility, queries: _Places, keys: _Places, block_size: int,
     batch, num_queries = queries.positions.shape
     shape = batch, num_queries, keys.positions.shape[1]
     device = queries.positions.device
-    if attention == "flex_attention":
+    if attention == FLEX:
         return _block_mask(visible, shape, device)
     if attention == BLOCKWISE:
         return _blockwise_mask(visible, shape, device, block_size)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .batches import Batch
-from .block_attention import BLOCKWISE
+from .block_attention import BLOCKWISE, FLEX
 from .frozen_target import FrozenTarget, TargetStates
 from .layout import BlockLayout, lay_out_blocks
 from .lean_mlp import lean_mlps
@@ -182,7 +182,7 @@ class DrafterLoss:
         attention on CUDA too.
         """
         has_kernels = not self.config.attention_dropout and self.config.head_dim >= 16
-        return "flex_attention" if device.type == "cuda" and has_kernels else BLOCKWISE
+        return FLEX if device.type == "cuda" and has_kernels else BLOCKWISE
 
 
 def _states_after(causal_head: Any, token_ids: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from dflash.model.targets_dflash import decoder_layers, text_config
 
 from .adaptation_lora import has_low_rank_updates
 from .batches import epoch_sequences, valid_anchors
-from .block_attention import MOST_SCORES, is_fused
+from .block_attention import FLEX, MOST_SCORES, is_fused
 from .distributed import is_sharded
 from .examples import lengths_of
 from .losses import rows_of_chunk
@@ -135,7 +135,7 @@ def _score_bytes(trainer: Trainer, size: BatchSize) -> int:
     `MOST_SCORES`, those of one chunk of blocks.
     """
     config = trainer.drafter.config
-    if trainer.attention == "flex_attention":
+    if trainer.attention == FLEX:
         return 0
     num_types = len(set(config.layer_types))
     masks = 4 * size.pairs * num_types

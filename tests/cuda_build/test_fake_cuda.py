@@ -15,6 +15,10 @@ import pytest
 import torch
 import transformers
 
+from dflash.engine import recorded, steps
+from dflash.engine.waiting import WithoutWaiting
+from dflash.engine.whole import Inputs, whole_step
+
 
 pytestmark = pytest.mark.cuda_build
 if torch.version.cuda is None:
@@ -44,3 +48,22 @@ def test_an_eager_step_launches_and_waits_as_counted(mode: str) -> None:
     assert row["waits"] == 1
     assert row["new_attention_problems"] == 0
     assert row in committed()["summary"]
+
+
+@pytest.mark.parametrize("mode", ["chain", "batch of 4", "sampled"])
+def test_a_step_that_is_recorded_asks_nothing_of_the_host(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: what refuses to record a step for that reason lets these steps pass."""
+    passed: list[str] = []
+
+    def record(inputs: Inputs) -> Any:
+        with WithoutWaiting():
+            whole_step(inputs)
+        passed.append(mode)
+        raise RuntimeError("without a GPU nothing is recorded")
+
+    monkeypatch.setattr(recorded, "Recording", record)
+    monkeypatch.setattr(steps, "is_in_torch_dispatch_mode", lambda: False)
+    keywords, num_prompts = counts.MODES[mode]
+    monkeypatch.setitem(counts.MODES, mode, ({**keywords, "cuda_graph": True}, num_prompts))
+    counts.rows_of(counts.SHALLOW, mode)
+    assert passed

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dflash import DFlashDraftModel, spec_generate
 from dflash.model import modeling_dflash
 from dflash.training import LOSSES, Batch, DrafterLoss, Example, FrozenTarget, TrainingSettings, collate, objective
-from dflash.training.block_attention import BLOCKWISE, blockwise_attention
+from dflash.training.block_attention import BLOCKWISE, FLEX, blockwise_attention
 
 
 VOCAB, BLOCK, MASK_ID = 48, 5, 47
@@ -356,7 +356,7 @@ def test_a_gpu_takes_flex_attention_where_it_has_kernels(target: PreTrainedModel
         drafter = drafter_of(**fields)
         return DrafterLoss(FrozenTarget(target, drafter)).attention(torch.device(device))
 
-    assert attention("cuda", head_dim=16) == "flex_attention"
+    assert attention("cuda", head_dim=16) == FLEX
     assert attention("cuda", head_dim=8) == attention("cuda", head_dim=16, attention_dropout=0.1) == BLOCKWISE
     assert attention("cpu", head_dim=16) == BLOCKWISE
 

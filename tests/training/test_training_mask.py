@@ -9,7 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.model.cache_dflash import PreallocatedCache
 from dflash.training import block_attention, lay_out_blocks
-from dflash.training.block_attention import BLOCKWISE, MOST_SCORES, blockwise_attention
+from dflash.training.block_attention import BLOCKWISE, FLEX, MOST_SCORES, blockwise_attention
 from dflash.training.layout import BlockLayout, packed_causal_mask
 
 
@@ -167,7 +167,7 @@ def test_flex_attention_sees_what_the_dense_mask_shows(shape: str) -> None:
     from torch.nn.attention.flex_attention import create_mask
 
     config = drafter_config(**SHAPES[shape])
-    dense, flex = lay_out(config).attention_mask, lay_out(config, "flex_attention").attention_mask
+    dense, flex = lay_out(config).attention_mask, lay_out(config, FLEX).attention_mask
     assert dense.keys() == flex.keys()
     for name, mask in flex.items():
         assert mask.shape == (2, 1, 12, 24)
@@ -182,7 +182,7 @@ def test_flex_attention_gives_the_drafters_same_states(shape: str) -> None:
     drafter = DFlashDraftModel(config).eval()
     noise_embeds, features = torch.randn(2, 12, 16), torch.randn(2, 12, 32)
     states = {}
-    for attention in ("sdpa", "flex_attention"):
+    for attention in ("sdpa", FLEX):
         layout = lay_out(config, attention)
         drafter.set_attn_implementation(attention)
         # Not compiled: what the kernel computes is not asked here, and a compiler may be missing.
@@ -191,7 +191,15 @@ def test_flex_attention_gives_the_drafters_same_states(shape: str) -> None:
                 noise_embeds, features, layout.position_ids, layout.attention_mask
             ).last_hidden_state
     exists = (ANCHORS >= 0).repeat_interleave(4, dim=1)  # what rows that nobody sees come to is theirs
-    torch.testing.assert_close(states["flex_attention"][exists], states["sdpa"][exists], rtol=0, atol=1e-5)
+    torch.testing.assert_close(states[FLEX][exists], states["sdpa"][exists], rtol=0, atol=1e-5)
+
+
+def test_flex_attention_takes_its_kernel_for_any_number_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known bug: torch's kernel for fewer than 128 queries did not compile for 96 of two heads that share keys."""
+    seen: list[Any] = []
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flex_attention", lambda *args, **kwargs: seen.append((args, kwargs)))
+    ALL_ATTENTION_FUNCTIONS[FLEX](1, 2, scaling=0.5)
+    assert seen == [((1, 2), {"scaling": 0.5, "kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}})]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
