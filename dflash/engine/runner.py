@@ -31,8 +31,10 @@ from .widths import WidthProposer
 from .windows import WindowedCache, WindowedContext
 
 
-# The runners of whole steps that nobody has to ask for, by kind of device.
-AUTO_RUNNERS: dict[str, type[WholeRunner]] = {"cpu": AutoRunner, "cuda": AutoRecordedRunner}
+# The runners of whole steps that nobody has to ask for, by kind of device. AMD's GPUs call themselves "cuda": nothing ran there.
+AUTO_RUNNERS: dict[str, type[WholeRunner]] = {"cpu": AutoRunner}
+if torch.version.hip is None:
+    AUTO_RUNNERS["cuda"] = AutoRecordedRunner
 
 
 class EngineDecoder(Decoder):
@@ -153,7 +155,7 @@ class EngineDecoder(Decoder):
         acceptor: Any = self.acceptor  # a `TreeAcceptor`
         if needs_host or not drafts.num_proposals or not acceptor.can_fuse:
             return EagerRunner
-        runner_class = _whole_runner_class(options, request)
+        runner_class = self._whole_runner_class()
         if runner_class is None:
             return EagerRunner
         self.pair.refresh()
@@ -164,20 +166,20 @@ class EngineDecoder(Decoder):
             self.pair.give_up(runner_class.keyword, reason)
         return EagerRunner
 
-
-def _whole_runner_class(options: Options, request: Request) -> type[WholeRunner] | None:
-    """What runs whole steps: what was asked for, else what pays on this kind of device."""
-    if options.cuda_graph is True:
-        return RecordedRunner
-    if options.compile is True:
-        return CompiledRunner
-    runner_class = AUTO_RUNNERS.get(request.target.device.type)
-    if runner_class is None or getattr(options, runner_class.keyword) != "auto":
-        return None
-    is_trained = request.target.training or request.drafter.training  # which needs the memory of recordings
-    if runner_class is AutoRecordedRunner and is_trained:
-        return None
-    return runner_class
+    def _whole_runner_class(self) -> type[WholeRunner] | None:
+        """What runs whole steps: what was asked for, else what pays on this kind of device."""
+        options = self.options
+        if options.cuda_graph is True:
+            return RecordedRunner
+        if options.compile is True:
+            return CompiledRunner
+        target, drafter = self.request.target, self.request.drafter
+        runner_class = AUTO_RUNNERS.get(target.device.type)
+        if runner_class is None or getattr(options, runner_class.keyword) != "auto":
+            return None
+        # Training, which a callback may pause for a text, needs the memory that recordings would hold.
+        is_trained = target.training or drafter.training or self.pair.watchers
+        return None if is_trained and runner_class is AutoRecordedRunner else runner_class
 
 
 class TreeRunner(EagerRunner):

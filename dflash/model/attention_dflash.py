@@ -193,7 +193,7 @@ def expanded_attention(
     """SDPA by CUDA's kernels that take a mask. They do not know shared keys, but read keys of stride 0."""
     groups = key.shape[1]
     num_shared = query.shape[1] // groups
-    can_be_split = mask.is_floating_point() and not dropout
+    can_be_split = mask.is_floating_point() and not dropout and torch.version.hip is None
     num_parts = _num_parts(query, key) if can_be_split else 1
     if num_parts > 1:
         return split_attention(query, key, value, mask, num_parts, scale)

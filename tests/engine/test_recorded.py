@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from dflash import Conversation
 from dflash.engine import fallback_reason, recorded, runner
+from dflash.engine.state import PairState
 from dflash.engine.waiting import WithoutWaiting
 from dflash.model import decoding_dflash
 
@@ -397,10 +398,13 @@ def test_steps_are_recorded_by_themselves(
 
 
 @pytest.mark.usefixtures("_by_itself")
-@pytest.mark.parametrize("name", ["target", "drafter"])
+@pytest.mark.parametrize("name", ["target", "drafter", "callback"])
 def test_nothing_is_recorded_by_itself_in_training(pair: Pair, recorder: PlayedRecorder, name: str) -> None:
-    """Promise: training has the memory that recordings would hold."""
-    getattr(pair, name).train()
+    """Promise: training has the memory that recordings would hold, also where a callback watches texts between its steps."""
+    if name == "callback":
+        PairState.of(pair.drafter, pair.target).watchers.append(lambda sequences, blocks: None)
+    else:
+        getattr(pair, name).train()
     pair.check([17])
     assert recorder.num_made == 0
     pair.check([17], **RECORDED)

@@ -30,7 +30,6 @@ from dflash.training import (
     new_drafter,
     read_yaml,
 )
-from dflash.training.block_attention import FLEX
 
 
 ROOT = Path(__file__).parents[2]
@@ -161,7 +160,7 @@ def test_the_configurations_of_an_8b_target_are_settings_that_fit(
         accelerator=SimpleNamespace(**where),
         optimizers=build_optimizers(eight_b.drafter, *rates),
         precision=settings.mixed_precision,
-        attention=FLEX,
+        attention="flex_blocks",
         plan=BatchPlan(settings.num_anchors, settings.batch_tokens),
         num_micro_batches=processes * settings.gradient_accumulation_steps,
     )

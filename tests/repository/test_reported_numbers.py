@@ -91,6 +91,8 @@ def test_a_changed_number_is_noticed(name: str) -> None:
             row[field] = "differs" if field == "agrees" else row[field] + 1
     if result["kind"] == "tools":
         row["result"] += "1"
+    if result["kind"] == "gpu":
+        next(row for row in rows if "ms_per_step" in row)["ms_per_step"] += 1
     if "training" in result:
         for figures in (result["training"].get("figures") or {}).values():
             figures["tau"] += 0.01
@@ -136,3 +138,12 @@ def test_the_table_of_a_shape():
         [[PLAIN, "9.00", "1", "9.00", "1.00x"]],
     )
     assert widths == (["dtype", "1 column, ms", "16 columns, ms"], [["bfloat16", "8.0", "12.0"]])
+
+
+@pytest.mark.parametrize("name", ["gpu_qwen3", "gpu_qwen3_eager"])
+def test_every_text_that_a_gpu_wrote_is_right(name: str) -> None:
+    """Where its steps are said to be recorded, they were."""
+    rows = [row for row in read_result(RESULTS / f"{name}.json")["summary"] if row["kind"] == "decode"]
+    measured = [row for row in rows if row["status"] == "measured"]
+    assert measured
+    assert all(row["is_right"] and row["fallback"] is None for row in measured)
