@@ -194,7 +194,6 @@ def test_rows_come_in_order_of_worth():
     wanted = [
         "correctness/eager/chain",
         "correctness/recorded/chain",
-        "correctness/compiled/chain",
         "qwen3-8b/512x1/generate",
         "qwen3-8b/512x1/native",
         "qwen3-8b/512x1/eager",
@@ -204,10 +203,11 @@ def test_rows_come_in_order_of_worth():
         "qwen3-8b/32768x1/eager",
         "qwen3-8b/512x1/recorded",
         "qwen3-8b/32768x1/recorded",
-        "qwen3-8b/512x1/compiled",
-        "qwen3-8b/32768x1/compiled",
         "qwen3-8b/training/library",
         "qwen3-8b/512x1/static",
+        "qwen3-8b/512x1/compiled",
+        "qwen3-8b/32768x1/compiled",
+        "correctness/compiled/chain",
     ]
     assert [name for name in names if name in wanted] == wanted
     assert {way for way in load("rows").WAYS if f"qwen3-8b/512x1/{way}" not in names} == set()
@@ -217,7 +217,7 @@ def test_compiled_steps_have_a_process_of_their_own():
     """Rows of a group follow one another: a kill while compiling loses nothing else."""
     rows = load("rows").all_rows()
     groups = list(dict.fromkeys(row["group"] for row in rows))
-    assert groups == ["correctness", "steps", "compiled"]
+    assert groups == ["correctness", "steps", "training", "compiled", "compiled correctness"]
     assert [row["group"] for row in rows] == sorted((row["group"] for row in rows), key=groups.index)
     assert {row["group"] for row in rows if row.get("way") == "compiled"} == {"compiled"}
 
