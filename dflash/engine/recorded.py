@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,13 +21,13 @@ from dflash.model.sequences_dflash import TextSequence
 
 from .steps import WholeRunner, checked
 from .waiting import WithoutWaiting
-from .whole import Inputs, State, Storage, WholeStep, whole_step
+from .whole import Inputs, Kind, State, Storage, WholeStep, whole_step
 
 
 MOST_RECORDINGS = 2
 SMALLEST_CAPACITY = 2048  # positions; further capacities are powers of two, and three quarters of them
 # Of the free memory, what a recording that nobody has asked for may hold.
-AUTO_SHARE = 1 / 8
+AUTO_SHARE = 1 / 4
 
 
 def record_cuda_graph(function: Callable[[], WholeStep]) -> tuple[Callable[[], None], WholeStep]:
@@ -48,6 +48,7 @@ def record_cuda_graph(function: Callable[[], WholeStep]) -> tuple[Callable[[], N
 
 
 RECORDERS = {"cuda": record_cuda_graph}  # by kind of device
+RecordingKey = tuple[Kind, int, int]  # kind of step, number of sequences, capacity
 
 
 def adopt(cache: PreallocatedCache, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -107,6 +108,11 @@ class Recording:
                 states.zero_()
             adopt(cache, storage.keys, storage.values)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its storage."""
+        return sum(states.nbytes for storage in self._storages for states in storage.tensors)
+
     def holds(self, *caches: PreallocatedCache) -> bool:
         """Whether a text's keys and values still lie here. A cache that outgrows its storage moves to another."""
         for cache, storage in zip(caches, self._storages, strict=True):
@@ -133,8 +139,8 @@ class RecordedRunner(WholeRunner):
 
     keyword = "cuda_graph"
     _recording: Recording | None = None
-    _key: Hashable  # of the recording
-    _shelf: OrderedDict[Hashable, Recording]  # where it belongs
+    _key: RecordingKey  # of the recording
+    _shelf: OrderedDict[RecordingKey, Recording]  # where it belongs
 
     def compute(self, state: State) -> WholeStep:
         """As `WholeRunner.compute`."""
@@ -155,18 +161,18 @@ class RecordedRunner(WholeRunner):
         caches = (self.conversation.target_cache, self.conversation.context.cache)
         return recording is not None and self._length() <= recording.capacity and recording.holds(*caches)
 
-    def _next_key(self, num_sequences: int) -> tuple[Hashable, int]:
-        """The key and the capacity of another recording, with room for the next step and for new tokens."""
+    def _next_key(self, num_sequences: int) -> RecordingKey:
+        """The key of another recording, with room for the next step and for new tokens."""
         length = self._length() + min(self.request.max_new_tokens, INITIAL_NEW_TOKENS)
-        capacity = capacity_for(length)
-        return (self.kind, num_sequences, capacity), capacity
+        return self.kind, num_sequences, capacity_for(length)
 
     def _move(self, state: State) -> WholeStep:
         """The first step on another recording."""
         self._release()
         target_cache = self.conversation.target_cache
         draft_cache = self.conversation.context.cache
-        self._key, capacity = self._next_key(len(state.anchors))
+        self._key = self._next_key(len(state.anchors))
+        *_, capacity = self._key
         self._shelf = self.pair.recordings
         recording = self._shelf.pop(self._key, None)
         if recording is not None:
@@ -214,9 +220,10 @@ class AutoRecordedRunner(RecordedRunner):
 
     def _fits(self, num_sequences: int) -> bool:
         """Whether the next recording is there, or would hold little of the free memory."""
-        key, capacity = self._next_key(num_sequences)
+        key = self._next_key(num_sequences)
         if key in self.pair.recordings:
             return True
+        *_, capacity = key
         drafter = self.request.drafter  # whose own cache may be empty yet
         config = drafter.config
         per_layer = 2 * config.num_key_value_heads * config.head_dim * drafter.dtype.itemsize
@@ -226,6 +233,16 @@ class AutoRecordedRunner(RecordedRunner):
                 per_position += states.shape[1] * states.shape[3] * states.element_size()
         num_bytes = num_sequences * capacity * per_position
         return num_bytes <= AUTO_SHARE * free_bytes(self.request.target.device)
+
+
+def make_room(recordings: OrderedDict[RecordingKey, Recording], num_positions: int, device: torch.device) -> None:
+    """Drops recordings that no text runs on, if the keys and values of new prompts would take half of the free memory."""
+    if not recordings:
+        return
+    (_, num_sequences, capacity), recording = next(iter(recordings.items()))
+    num_bytes = num_positions * recording.num_bytes / (num_sequences * capacity)
+    if num_bytes > free_bytes(device) / 2:
+        recordings.clear()
 
 
 def free_bytes(device: torch.device) -> int:

@@ -22,7 +22,7 @@ from .conversations import KeptConversations
 from .history import History
 from .lookup import LookupProposer, PromptLookup
 from .options import Options
-from .recorded import AutoRecordedRunner, RecordedRunner
+from .recorded import AutoRecordedRunner, RecordedRunner, make_room
 from .state import PairState
 from .steps import WholeRunner, why_not
 from .together import Together
@@ -48,6 +48,9 @@ class EngineDecoder(Decoder):
         super().__init__(request, acceptor, cut)
         self.options = Options.of(request)
         self.pair = PairState.of(request.drafter, request.target)
+        if request.target.device.type == "cuda":
+            with self.pair.lock:
+                make_room(self.pair.recordings, request.input_ids.numel(), request.target.device)
         self.together: Together | None = None
         self.kept: KeptConversations | None = None
         is_single = len(request.input_ids) == 1 and not request.prompt_inputs

@@ -147,7 +147,7 @@ def generate_blocks(
               minute; `False` never does. "auto" does so on a CPU alone, for a kind of step, such as one of two prompts, once
               eager ones have taken 200 seconds. What does not compile runs eagerly, with a warning.
             - **cuda_graph** (`bool` or `"auto"`, defaults to `"auto"`): `True` records the eager step as a CUDA graph, in about
-              a second; `False` never does. "auto" does so on a CUDA device, where a recording holds at most an eighth of the
+              a second; `False` never does. "auto" does so on a CUDA device, where a recording holds at most a quarter of the
               memory that is free and no model is in training mode. What cannot be recorded runs eagerly; with `True`, a
               warning says so.
             - **prompt_lookup_num_tokens** (`int`, defaults to 31): Proposals of a step, at most 63, where the text repeats

@@ -415,12 +415,12 @@ def test_nothing_is_recorded_by_itself_in_training(pair: Pair, recorder: PlayedR
 def test_a_recording_that_would_hold_much_memory_is_not_made(
     pair: Pair, recorder: PlayedRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Promise: by itself a recording holds an eighth of the free memory at most."""
+    """Promise: by itself a recording holds a quarter of the free memory at most."""
     layers = (pair.target.config, pair.drafter.config)
     of_position = sum(
         2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim for config in layers
     )
-    needed = 512 * of_position * 8
+    needed = 512 * of_position * 4
     monkeypatch.setattr(recorded, "free_bytes", lambda device: needed - 1)
     pair.check([17])
     assert recorder.num_made == 0
@@ -467,6 +467,23 @@ def test_a_recording_that_fails_is_tried_once(
         pair.check([17])
     (warning,) = warnings_of(caplog)
     assert "no graph" in warning
+
+
+def test_recordings_make_room_for_a_long_prompt(
+    pair: Pair, recorder: PlayedRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: what an earlier text has left takes no memory that the keys of the next prompt need."""
+    pair.check([17], **RECORDED)
+    recordings = PairState.of(pair.drafter, pair.target).recordings
+    (recording,) = recordings.values()
+    monkeypatch.setattr(recorded, "free_bytes", lambda device: 2 * recording.num_bytes)
+    recorded.make_room(recordings, 512, torch.device("cpu"))
+    assert len(recordings) == 1
+    recorded.make_room(recordings, 513, torch.device("cpu"))
+    assert not recordings
+    recorded.make_room(recordings, 513, torch.device("cpu"))
+    pair.check([17], **RECORDED)
+    assert recorder.num_made == 2
 
 
 def waiting_operations() -> dict[str, Any]:
