@@ -39,7 +39,7 @@ HEADS = {
     "recipe=jetspec": "JetSpec's causal block",
 }
 PROMPTS = 16
-GREEDILY: dict[str, Any] = {"temperature": 0.0, "prompt_lookup_num_tokens": 0, "compile": False}
+GREEDILY: dict[str, Any] = {"temperature": 0.0, "prompt_lookup_num_tokens": 0, "compile": False, "cuda_graph": False}
 
 Row = dict[str, Any]
 

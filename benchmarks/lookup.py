@@ -35,7 +35,7 @@ TAU = 6.5  # mean acceptance length of the script
 LOOKUPS: dict[str, dict[str, Any]] = {
     f"lookup {count}" if count else "dflash": {"prompt_lookup_num_tokens": count} for count in (0, 31)
 }
-SETTINGS = {"temperature": 0.0, "compile": False}
+SETTINGS = {"temperature": 0.0, "compile": False, "cuda_graph": False}
 
 
 class Prescribed:

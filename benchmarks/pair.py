@@ -227,6 +227,7 @@ def sampled_tau(target: Any, drafter: Any, prompts: list[list[int]], verificatio
         "temperature": 1.0,
         "top_k": 0,
         "compile": False,
+        "cuda_graph": False,
         **ALONE,
     }
     asked["verification"] = verification

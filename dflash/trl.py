@@ -139,7 +139,7 @@ class DrafterCallback(TrainerCallback):
         self.drafter = drafter
         self.trainer = OnlineTrainer(drafter, policy, self.settings)
         self._pair = PairState.of(drafter, policy)
-        self._pair.watchers.append(self._watch)
+        self._pair.watch(self._watch)
         self._drafting = drafting
         self._settings_before = drafting.settings
         drafting.settings = {"adaptive": True, **drafting.settings, "history": self.history}

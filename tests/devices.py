@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from dflash import generate_blocks
 from dflash.engine import recorded
 from dflash.engine.state import PairState
-from dflash.engine.waiting import WithoutWaiting, waits
+from dflash.engine.waiting import Recordable, waits
 from dflash.engine.whole import WholeStep
 from dflash.evaluation import READS
 
@@ -122,7 +122,7 @@ class PlayedRecorder:
     def __call__(self, function: Callable[[], WholeStep]) -> tuple[Callable[[], None], WholeStep]:
         if self.error is not None:
             raise self.error
-        with WithoutWaiting("cpu"):
+        with Recordable("cpu"):
             function()
         tape = _Tape()
         with tape:

@@ -8,25 +8,28 @@ kept.
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
+from dflash.common.messages import is_out_of_memory
 from dflash.model.cache_dflash import CAPACITY_STEP, PreallocatedCache, room_like
 from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS
 from dflash.model.sequences_dflash import TextSequence
 
 from .steps import WholeRunner, checked
-from .waiting import WithoutWaiting
+from .waiting import Recordable
 from .whole import Inputs, Kind, State, Storage, WholeStep, whole_step
 
 
 MOST_RECORDINGS = 2
 SMALLEST_CAPACITY = 2048  # positions; further capacities are powers of two, and three quarters of them
-# Of the free memory, what a recording that nobody has asked for may hold.
+# The share of the free memory that the keys and values of a recording may take for which nobody has asked.
 AUTO_SHARE = 1 / 4
 
 
@@ -37,17 +40,19 @@ def record_cuda_graph(function: Callable[[], WholeStep]) -> tuple[Callable[[], N
         RuntimeError: A graph cannot hold what it does.
     """
     # Twice: libraries allocate in the first runs.
-    with WithoutWaiting():
+    with Recordable():
         function()
     function()
     graph = torch.cuda.CUDAGraph()
-    # Other threads may allocate meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # Of this device: torch's own stream for recordings is one for all devices. Other threads may allocate meanwhile.
+    stream = torch.cuda.Stream()
+    with _recording_lock, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         outputs = function()
     return graph.replay, outputs
 
 
 RECORDERS = {"cuda": record_cuda_graph}  # by kind of device
+_recording_lock = threading.Lock()  # torch records one graph at a time
 RecordingKey = tuple[Kind, int, int]  # kind of step, number of sequences, capacity
 
 
@@ -92,6 +97,7 @@ class Recording:
         """Records the step. The storage of the inputs belongs to the recording from now on."""
         self.capacity = inputs.target_storage.num_keys  # positions of a text
         self._storages = (inputs.target_storage, inputs.draft_storage)
+        self._is_free: torch.cuda.Event | None = None
         self._state = copy.deepcopy(inputs.state)
         static = replace(inputs, state=self._state)
         step = partial(whole_step, static)
@@ -100,13 +106,24 @@ class Recording:
             raise RuntimeError(f"{device_type} is no CUDA device")
         with torch.cuda.device_of(self._state.anchors):
             self._replay, self._outputs = RECORDERS[device_type](step)
+        # A graph that does nothing must not be taken for one that works: its outputs still hold those of the recording.
+        for output in self._outputs:
+            output.fill_(float("nan") if output.is_floating_point() else -1)
 
     def lend(self, *caches: PreallocatedCache) -> None:
         """Moves a text's keys and values here. What other texts have left is gone: 0 times NaN, in a masked slot, is NaN."""
+        if self._is_free is not None:
+            self._is_free.wait()
         for cache, storage in zip(caches, self._storages, strict=True):
             for states in storage.tensors:
                 states.zero_()
             adopt(cache, storage.keys, storage.values)
+
+    def free(self) -> None:
+        """Ends the use by a text. The next one may run on another stream, and waits for what this one still does."""
+        device = self._state.anchors.device
+        if device.type == "cuda":
+            self._is_free = torch.cuda.current_stream(device).record_event()
 
     @property
     def num_bytes(self) -> int:
@@ -141,6 +158,7 @@ class RecordedRunner(WholeRunner):
     _recording: Recording | None = None
     _key: RecordingKey  # of the recording
     _shelf: OrderedDict[RecordingKey, Recording]  # where it belongs
+    _weights: Sequence[torch.Tensor] = ()  # a graph reads their memory, also when a model has others since
 
     def compute(self, state: State) -> WholeStep:
         """As `WholeRunner.compute`."""
@@ -174,13 +192,13 @@ class RecordedRunner(WholeRunner):
         self._key = self._next_key(len(state.anchors))
         *_, capacity = self._key
         self._shelf = self.pair.recordings
+        self._weights = weights_of(self.request.target, self.request.drafter)
         recording = self._shelf.pop(self._key, None)
         if recording is not None:
             self._recording = recording
             recording.lend(target_cache, draft_cache)
             return recording.run(state)
-        while len(self._shelf) >= MOST_RECORDINGS:
-            self._shelf.popitem(last=False)
+        self._trim(MOST_RECORDINGS - 1)
         target_storage = Storage.of(target_cache, capacity)
         draft_storage = Storage.of(draft_cache, capacity)
         inputs = self.inputs(state, target_storage, draft_storage)
@@ -200,9 +218,18 @@ class RecordedRunner(WholeRunner):
         recording = self._recording
         if recording is not None:
             self._recording = None
+            self._weights = ()
             release(self.conversation.target_cache)
             release(self.conversation.context.cache)
-            self._shelf[self._key] = recording
+            recording.free()
+            with self.pair.lock:
+                self._shelf[self._key] = recording
+                self._trim(MOST_RECORDINGS)
+
+    def _trim(self, most: int) -> None:
+        """Drops the recordings that were used first, so that at most so many are kept."""
+        while len(self._shelf) > most:
+            self._shelf.popitem(last=False)
 
 
 class AutoRecordedRunner(RecordedRunner):
@@ -217,6 +244,15 @@ class AutoRecordedRunner(RecordedRunner):
             return False
         self._is_too_large = not self._has_room() and not self._fits(len(sequences))
         return not self._is_too_large
+
+    def give_up(self, error: Exception) -> None:
+        """As `WholeRunner.give_up`. A lack of memory may pass: this text alone goes on eagerly."""
+        if not is_out_of_memory(error):
+            super().give_up(error)
+            return
+        self._is_too_large = True
+        with self.pair.lock:
+            self.pair.recordings.clear()
 
     def _fits(self, num_sequences: int) -> bool:
         """Whether the next recording is there, or would hold little of the free memory."""
@@ -233,6 +269,14 @@ class AutoRecordedRunner(RecordedRunner):
                 per_position += states.shape[1] * states.shape[3] * states.element_size()
         num_bytes = num_sequences * capacity * per_position
         return num_bytes <= AUTO_SHARE * free_bytes(self.request.target.device)
+
+
+def weights_of(*models: Any) -> list[torch.Tensor]:
+    """The memory of all weights and buffers of models."""
+    tensors = []
+    for model in models:
+        tensors += [tensor.data for tensor in (*model.parameters(), *model.buffers())]
+    return tensors
 
 
 def make_room(recordings: OrderedDict[RecordingKey, Recording], num_positions: int, device: torch.device) -> None:

@@ -180,9 +180,15 @@ class EngineDecoder(Decoder):
         runner_class = AUTO_RUNNERS.get(target.device.type)
         if runner_class is None or getattr(options, runner_class.keyword) != "auto":
             return None
-        # Training, which a callback may pause for a text, needs the memory that recordings would hold.
-        is_trained = target.training or drafter.training or self.pair.watchers
-        return None if is_trained and runner_class is AutoRecordedRunner else runner_class
+        if runner_class is not AutoRecordedRunner:
+            return runner_class
+        # Training, which a callback may pause for a text, needs the memory of recordings.
+        if target.training or drafter.training or self.pair.watchers:
+            with self.pair.lock:
+                self.pair.recordings.clear()
+            return None
+        # A recording would store all keys of the drafter.
+        return None if options.draft_window else runner_class
 
 
 class TreeRunner(EagerRunner):

@@ -77,6 +77,12 @@ class PairState:
     def _current(self) -> list[Any]:
         return fingerprint(*[model() for model in self._models])
 
+    def watch(self, watcher: Callable[[Sequence[TextSequence], Sequence[Block]], None]) -> None:
+        """Adds a watcher, whose training gets the memory of recordings."""
+        with self.lock:
+            self.watchers.append(watcher)
+            self.recordings.clear()
+
     def give_up(self, keyword: str, reason: str) -> None:
         """Makes `keyword` mean eager steps from now on, and warns once with the reason."""
         with self.lock:

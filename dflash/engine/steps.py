@@ -33,7 +33,7 @@ class WholeRunner(EagerRunner):
     """Runs a step as one function where that is possible, else eagerly. If it ever fails, the pair's texts go on eagerly."""
 
     keyword: ClassVar[str]  # that asks for it
-    is_asked_for: ClassVar[bool] = True  # so that a warning says where models cannot have whole steps
+    is_asked_for: ClassVar[bool] = True  # else no warning says that these models cannot have whole steps
 
     @cached_property
     def pair(self) -> PairState:
@@ -61,8 +61,12 @@ class WholeRunner(EagerRunner):
                 return self.run_whole(sequences, anchors)
             except Exception as error:  # of any type: a model, a quantiser, a missing compiler, or no memory raises it
                 self.close()
-                self.pair.give_up(self.keyword, f"{error!r:.200}")
+                self.give_up(error)
         return super().run(sequences, anchors, most)
+
+    def give_up(self, error: Exception) -> None:
+        """Has the pair's texts go on eagerly."""
+        self.pair.give_up(self.keyword, f"{error!r:.200}")
 
     def _can_be_whole(self, sequences: list[TextSequence], most: int) -> bool:
         """Whether the next step needs nothing from the host: no lookup, and no hook or dispatch mode that watches it."""

@@ -1,4 +1,4 @@
-"""Operations in which the host waits for a device: a step that has one cannot be recorded."""
+"""Operations that a CUDA graph cannot hold: those in which the host waits, and copies from its memory."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def waits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return name in WAITING
 
 
-class WithoutWaiting(TorchDispatchMode):
-    """Refuses operations in which the host waits for tensors of a kind of device. RuntimeError: one did."""
+class Recordable(TorchDispatchMode):
+    """Refuses operations on a kind of device that a graph cannot hold. RuntimeError: there was one."""
 
     def __init__(self, device_type: str = "cuda") -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class WithoutWaiting(TorchDispatchMode):
             raise RuntimeError(f"the host reads the result of {func}")
         is_copy = func.overloadpacket.__name__ in COPYING and self._is_on_device(result)
         if is_copy and any(self._is_on_host(arg) for arg in args):
-            raise RuntimeError(f"{func} copies memory of the host, which is another at each step")
+            raise RuntimeError(f"{func} copies from the host's memory, which a replay would read at the old address")
         return result
 
     def _is_on_host(self, value: Any) -> bool:

@@ -30,6 +30,8 @@ PART_STEP = 128
 MOST_PARTS = 32
 MOST_THREAD_BLOCKS = 256  # which fill a GPU: more parts take longer to merge
 ROWS_OF_A_BLOCK = 64
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+AMPERE = (8, 0)  # the first GPUs whose kernels have bfloat16
 # Added to the scores of unseen keys, if the dtype reaches so far: of a part without seen keys this kernel returns numbers. With the
 # lowest float32 it would compute with infinities.
 UNSEEN = -1e30
@@ -193,8 +195,7 @@ def expanded_attention(
     """SDPA by CUDA's kernels that take a mask. They do not know shared keys, but read keys of stride 0."""
     groups = key.shape[1]
     num_shared = query.shape[1] // groups
-    can_be_split = mask.is_floating_point() and not dropout and torch.version.hip is None
-    num_parts = _num_parts(query, key) if can_be_split else 1
+    num_parts = 1 if dropout else _num_parts(query, key, value, mask)
     if num_parts > 1:
         return split_attention(query, key, value, mask, num_parts, scale)
     of_groups = mask.expand(len(query), groups, -1, -1)
@@ -206,7 +207,7 @@ def expanded_attention(
         dropout,
         scale=scale,
     )
-    return output.reshape(query.shape)
+    return output.reshape(*query.shape[:3], -1)  # values may have another size than keys
 
 
 def split_attention(
@@ -221,14 +222,13 @@ def split_attention(
     num_sequences, _, width, _ = query.shape
     groups = key.shape[1]
     of_groups = query.unflatten(1, (groups, -1))  # [B, G, H / G, S, E]
-    shape = of_groups.shape
-    num_shared = shape[2]
+    num_shared = of_groups.shape[2]
     rows = of_groups.reshape(num_sequences * groups, 1, num_shared * width, -1)
     lowest = max(UNSEEN, torch.finfo(mask.dtype).min)
     of_parts = mask.unflatten(-1, (num_parts, -1)).permute(0, 3, 1, 2, 4)  # [B or 1, parts, 1, S, K / parts]
     bias = of_parts.expand(-1, -1, num_shared, -1, -1).clamp(min=lowest).flatten(2, 3)
     bias = bias.unsqueeze(1).expand(num_sequences, groups, -1, -1, -1)
-    outputs, log_sums = masked_attention(
+    outputs, log_sums = efficient_attention(
         rows.expand(-1, num_parts, -1, -1),
         key.flatten(0, 1).unflatten(1, (num_parts, -1)),
         value.flatten(0, 1).unflatten(1, (num_parts, -1)),
@@ -237,10 +237,10 @@ def split_attention(
     )
     weights = log_sums.softmax(dim=1)
     merged = (outputs * weights.unsqueeze(-1)).sum(dim=1)
-    return merged.to(query.dtype).view(shape).flatten(1, 2)
+    return merged.to(query.dtype).view(*of_groups.shape[:4], -1).flatten(1, 2)
 
 
-def masked_attention(
+def efficient_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [B, H, S, E] of CUDA's kernel for masks, and the logarithm of each row's sum [B, H, S], in float32."""
@@ -249,15 +249,31 @@ def masked_attention(
     return outputs, log_sums[..., : query.shape[2]]  # padded to a multiple of 32 rows
 
 
-def _num_parts(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Into how many equal parts the keys are split: as many as fill the GPU. 1: they are not split."""
+def _num_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> int:
+    """Into how many equal parts the keys are split: as many as fill a GPU. 1: they are not split."""
+    if torch.compiler.is_compiling() or not _has_efficient_kernel(query, key, value, mask):
+        return 1
     num_steps, rest = divmod(key.shape[2], PART_STEP)
     num_rows = query.shape[1] * query.shape[2] // key.shape[1]  # of a group of heads
     num_blocks = key.shape[0] * key.shape[1] * -(-num_rows // ROWS_OF_A_BLOCK)
     most = min(MOST_PARTS, MOST_THREAD_BLOCKS // num_blocks, num_steps)
-    if rest or query.shape[3] % ROW_ALIGNMENT:
+    if rest:
         return 1
     return next((number for number in range(most, 1, -1) if num_steps % number == 0), 1)
+
+
+def _has_efficient_kernel(*tensors: torch.Tensor) -> bool:
+    """Whether `efficient_attention` runs on these tensors, and gives what is asked for: its logarithms have no gradient."""
+    dtype = tensors[0].dtype
+    device = tensors[0].device
+    # Under autocast keys may have another dtype than values.
+    has_kernel = dtype in KERNEL_DTYPES and all(tensor.dtype == dtype for tensor in tensors)
+    if dtype == torch.bfloat16 and device.type == "cuda":
+        has_kernel = has_kernel and torch.cuda.get_device_capability(device) >= AMPERE
+    is_aligned = all(tensor.shape[-1] % ROW_ALIGNMENT == 0 for tensor in tensors)
+    has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    is_allowed = torch.backends.cuda.mem_efficient_sdp_enabled() and torch.version.hip is None
+    return has_kernel and is_aligned and is_allowed and not has_gradient
 
 
 def _repeated(states: torch.Tensor, num_shared: int) -> torch.Tensor:

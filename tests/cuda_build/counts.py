@@ -166,6 +166,7 @@ def fake_gpu(watch: Watch) -> Iterator[None]:
         (functional, "scaled_dot_product_attention", watch.attend),
         (torch.Tensor, "pin_memory", lambda tensor, *args: tensor),
         (torch.cuda, "current_stream", lambda device=None: stream),
+        (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
     ]
     with ExitStack() as stack:
         for owner, name, value in replaced:

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from dflash.engine import recorded, steps
-from dflash.engine.waiting import WithoutWaiting
+from dflash.engine.waiting import Recordable
 from dflash.engine.whole import Inputs, whole_step
 
 
@@ -56,7 +56,7 @@ def test_a_step_that_is_recorded_asks_nothing_of_the_host(mode: str, monkeypatch
     passed: list[str] = []
 
     def record(inputs: Inputs) -> Any:
-        with WithoutWaiting():
+        with Recordable():
             whole_step(inputs)
         passed.append(mode)
         raise RuntimeError("without a GPU nothing is recorded")

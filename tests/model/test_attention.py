@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_attention_for_cudas_kernels_gives_the_same(heads: tuple[int, int], batc
     assert batch > 1 or copies.most <= query.numel()
 
 
-def masked_attention_of_cuda(
+def efficient_attention_of_cuda(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What CUDA's kernel computes, on the CPU."""
@@ -90,9 +91,9 @@ def test_keys_in_parts_give_the_same(
 
     def attend(query: torch.Tensor, key: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         seen.append(tuple(key.shape))
-        return masked_attention_of_cuda(query, key, *args)
+        return efficient_attention_of_cuda(query, key, *args)
 
-    monkeypatch.setattr(attention_dflash, "masked_attention", attend)
+    monkeypatch.setattr(attention_dflash, "efficient_attention", attend)
     torch.manual_seed(0)
     query = torch.randn(batch, 5, heads[0], 8).transpose(1, 2)
     key, value = torch.randn(2, batch + 1, heads[1], 512, 8)[:, :batch, :, :384].unbind()
@@ -126,7 +127,46 @@ def test_keys_are_split_until_the_gpu_is_full(batch: int, num_keys: int, width: 
     """The shapes are those of Qwen3-8B."""
     query = torch.empty(batch, 32, width, 128, device="meta")
     key = torch.empty(batch, 8, num_keys, 128, device="meta")
-    assert attention_dflash._num_parts(query, key) == expected
+    mask = torch.empty(1, 1, width, num_keys, device="meta")
+    assert attention_dflash._num_parts(query, key, key, mask) == expected
+
+
+def test_keys_are_split_only_where_the_kernel_gives_what_sdpa_gives() -> None:
+    """Promise: not in another dtype, nor where there is a gradient, a compiler, or a user who wants another kernel."""
+    query, key = torch.empty(1, 4, 16, 64), torch.empty(1, 2, 512, 64)
+    mask = torch.empty(1, 1, 16, 512)
+
+    def number(*changed: torch.Tensor) -> int:
+        query_, key_, value_, mask_ = changed
+        return attention_dflash._num_parts(query_, key_, value_, mask_)
+
+    assert number(query, key, key, mask) == 4
+    assert number(query, key, key[..., :32], mask) == 4
+    assert number(query, key, key.bfloat16(), mask) == 1
+    assert number(query, key, key, mask > 0) == 1
+    assert number(query.double(), key.double(), key.double(), mask.double()) == 1
+    assert number(query, key, key[..., :33], mask) == 1
+    query.requires_grad_()
+    assert number(query, key, key, mask) == 1
+    with torch.no_grad():
+        assert number(query, key, key, mask) == 4
+        with sdpa_kernel([SDPBackend.MATH]):
+            assert number(query, key, key, mask) == 1
+        with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+            assert number(query, key, key, mask) == 1
+
+
+@pytest.mark.parametrize("num_keys", [11, 384])
+def test_values_of_another_size_than_keys_are_attended_to_on_cuda(
+    num_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known bug: multi-head latent attention failed wherever there was a mask."""
+    monkeypatch.setattr(attention_dflash, "efficient_attention", efficient_attention_of_cuda)
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 5, 24), torch.randn(2, 4, num_keys, 24), torch.randn(2, 4, num_keys, 16)
+    mask = torch.where(torch.rand(2, 1, 5, num_keys) < 0.6, 0.0, -10.0)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=0.3)
+    torch.testing.assert_close(expanded_attention(query, key, value, mask, scale=0.3), expected)
 
 
 def test_a_later_chunk_is_causal() -> None:
