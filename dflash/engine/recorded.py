@@ -113,7 +113,8 @@ class Recording:
     def lend(self, *caches: PreallocatedCache) -> None:
         """Moves a text's keys and values here. What other texts have left is gone: 0 times NaN, in a masked slot, is NaN."""
         if self._is_free is not None:
-            self._is_free.wait()
+            stream = torch.cuda.current_stream(self._state.anchors.device)
+            stream.wait_event(self._is_free)
         for cache, storage in zip(caches, self._storages, strict=True):
             for states in storage.tensors:
                 states.zero_()
