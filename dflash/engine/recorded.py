@@ -31,6 +31,8 @@ MOST_RECORDINGS = 2
 SMALLEST_CAPACITY = 2048  # positions; further capacities are powers of two, and three quarters of them
 # The share of the free memory that the keys and values of a recording may take for which nobody has asked.
 AUTO_SHARE = 1 / 4
+# New tokens of a request below which a recording takes longer than it saves, unless many requests of one shape follow.
+AUTO_TOKENS = 64
 
 
 def record_cuda_graph(function: Callable[[], WholeStep]) -> tuple[Callable[[], None], WholeStep]:
@@ -234,14 +236,15 @@ class RecordedRunner(WholeRunner):
 
 
 class AutoRecordedRunner(RecordedRunner):
-    """Records steps for which nobody has asked, if a recording holds little of the memory that is free."""
+    """Records steps for which nobody has asked, if the text may be long and little of the free memory is needed."""
 
     is_asked_for = False
     _is_too_large = False
 
     def _can_be_whole(self, sequences: list[TextSequence], most: int) -> bool:
         """As `WholeRunner._can_be_whole`."""
-        if self._is_too_large or not super()._can_be_whole(sequences, most):
+        is_short = self.request.max_new_tokens < AUTO_TOKENS
+        if is_short or self._is_too_large or not super()._can_be_whole(sequences, most):
             return False
         self._is_too_large = not self._has_room() and not self._fits(len(sequences))
         return not self._is_too_large

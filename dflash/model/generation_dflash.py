@@ -147,9 +147,9 @@ def generate_blocks(
               minute; `False` never does. "auto" does so on a CPU alone, for a kind of step, such as one of two prompts, once
               eager ones have taken 200 seconds. What does not compile runs eagerly, with a warning.
             - **cuda_graph** (`bool` or `"auto"`, defaults to `"auto"`): `True` records the eager step as a CUDA graph, in about
-              a second; `False` never does. "auto" does so on an NVIDIA GPU, if keys and values of a recording take at most a
-              quarter of the memory that is free, no model is in training mode and there is no `draft_window`. What cannot be
-              recorded runs eagerly, with a warning.
+              a second; `False` never does. "auto" does so on an NVIDIA GPU for 64 new tokens or more, if keys and values of a
+              recording take at most a quarter of the memory that is free, no model is in training mode and there is no
+              `draft_window`. What cannot be recorded runs eagerly, with a warning.
             - **prompt_lookup_num_tokens** (`int`, defaults to 31): Proposals of a step, at most 63, where the text repeats
               itself. What followed the last tokens earlier is
               proposed. **max_matching_ngram_size** (`int`, defaults to 5) of them have to match. 0 looks nothing up.

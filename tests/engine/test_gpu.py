@@ -15,7 +15,7 @@ import torch
 from devices import PlayedRecorder
 from torch.nn import functional
 
-from dflash.engine import fallback_reason
+from dflash.engine import fallback_reason, recorded
 from dflash.engine.recorded import Recording
 
 
@@ -33,7 +33,8 @@ def test_a_text_on_a_gpu_is_the_targets(checks_on_gpu, name):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_steps_on_a_gpu_are_recorded_by_themselves(checks_on_gpu):
+def test_steps_on_a_gpu_are_recorded_by_themselves(checks_on_gpu, monkeypatch):
+    monkeypatch.setattr(recorded, "AUTO_TOKENS", 0)
     target, drafter = checks_on_gpu.pair[0], copy.deepcopy(checks_on_gpu.pair[1])
     prompt_ids = checks_on_gpu.prompts[0]
     with mock.patch.object(Recording, "run", autospec=True, side_effect=Recording.run) as replay:
@@ -49,6 +50,7 @@ def test_a_step_on_a_gpu_that_waits_for_it_is_not_recorded(checks_on_gpu, monkey
     target, drafter = checks_on_gpu.pair[0], copy.deepcopy(checks_on_gpu.pair[1])
     prompt_ids = checks_on_gpu.prompts[0]
     forward = target.model.norm.forward
+    monkeypatch.setattr(recorded, "AUTO_TOKENS", 0)
 
     def waiting(states):
         assert states.abs().amax().item() >= 0

@@ -383,6 +383,7 @@ def _by_itself(recorder: PlayedRecorder, monkeypatch: pytest.MonkeyPatch) -> Non
     """The CPU is a device that records by itself, and has a gigabyte free."""
     monkeypatch.setitem(runner.AUTO_RUNNERS, "cpu", recorded.AutoRecordedRunner)
     monkeypatch.setattr(recorded, "free_bytes", lambda device: 2**30)
+    monkeypatch.setattr(recorded, "AUTO_TOKENS", 20)
 
 
 @pytest.mark.usefixtures("_by_itself")
@@ -511,6 +512,15 @@ def test_a_lack_of_memory_passes(pair: Pair, recorder: PlayedRecorder, caplog: p
     assert not warnings_of(caplog)
     recorder.error = None
     pair.check([17])
+    assert recorder.num_made == 1
+
+
+@pytest.mark.usefixtures("_by_itself")
+def test_short_texts_are_not_recorded_by_themselves(pair: Pair, recorder: PlayedRecorder) -> None:
+    """Promise: a recording does not take longer than it saves."""
+    pair.check([17], max_new_tokens=19)
+    assert recorder.num_made == 0
+    pair.check([17], max_new_tokens=20)
     assert recorder.num_made == 1
 
 
