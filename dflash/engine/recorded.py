@@ -29,7 +29,7 @@ from .whole import Inputs, Kind, State, Storage, WholeStep, whole_step
 
 MOST_RECORDINGS = 2
 SMALLEST_CAPACITY = 2048  # positions; further capacities are powers of two, and three quarters of them
-# The share of the free memory that the keys and values of a recording may take for which nobody has asked.
+# By default, the share of the free memory that the keys and values of a recording may take.
 AUTO_SHARE = 1 / 4
 # New tokens of a request below which a recording takes longer than it saves, unless many requests of one shape follow.
 AUTO_TOKENS = 64
@@ -230,13 +230,13 @@ class RecordedRunner(WholeRunner):
                 self._trim(MOST_RECORDINGS)
 
     def _trim(self, most: int) -> None:
-        """Drops the recordings that were used first, so that at most so many are kept."""
+        """Drops the recordings that were used longest ago, until at most `most` are kept."""
         while len(self._shelf) > most:
             self._shelf.popitem(last=False)
 
 
 class AutoRecordedRunner(RecordedRunner):
-    """Records steps for which nobody has asked, if the text may be long and little of the free memory is needed."""
+    """The default on a GPU: records steps if the text may be long and a recording needs little of the free memory."""
 
     is_asked_for = False
     _is_too_large = False
@@ -294,6 +294,6 @@ def make_room(recordings: OrderedDict[RecordingKey, Recording], num_positions: i
 
 
 def free_bytes(device: torch.device) -> int:
-    """The memory of a CUDA device that nobody uses, that which torch holds for its next tensors included."""
+    """The unused memory of a CUDA device. What torch has reserved for its next tensors is part of it."""
     free: int = torch.cuda.mem_get_info(device)[0]
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

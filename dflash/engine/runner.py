@@ -31,7 +31,7 @@ from .widths import WidthProposer
 from .windows import WindowedCache, WindowedContext
 
 
-# The runners of whole steps that nobody has to ask for, by kind of device. AMD's GPUs call themselves "cuda": nothing ran there.
+# The runners that "auto" stands for, by kind of device. AMD's GPUs are "cuda" to torch, too, and nothing has run on one.
 AUTO_RUNNERS: dict[str, type[WholeRunner]] = {"cpu": AutoRunner}
 if torch.version.hip is None:
     AUTO_RUNNERS["cuda"] = AutoRecordedRunner

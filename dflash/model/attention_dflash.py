@@ -224,10 +224,13 @@ def split_attention(
     of_groups = query.unflatten(1, (groups, -1))  # [B, G, H / G, S, E]
     num_shared = of_groups.shape[2]
     rows = of_groups.reshape(num_sequences * groups, 1, num_shared * width, -1)
+    of_parts = mask.unflatten(-1, (num_parts, -1))  # [B or 1, 1, S, parts, K / parts]
+    of_parts = of_parts.permute(0, 3, 1, 2, 4)
+    of_heads = of_parts.expand(-1, -1, num_shared, -1, -1)
     lowest = max(UNSEEN, torch.finfo(mask.dtype).min)
-    of_parts = mask.unflatten(-1, (num_parts, -1)).permute(0, 3, 1, 2, 4)  # [B or 1, parts, 1, S, K / parts]
-    bias = of_parts.expand(-1, -1, num_shared, -1, -1).clamp(min=lowest).flatten(2, 3)
-    bias = bias.unsqueeze(1).expand(num_sequences, groups, -1, -1, -1)
+    bias = of_heads.clamp(min=lowest).flatten(2, 3)  # [B or 1, parts, H / G * S, K / parts]
+    bias = bias.unsqueeze(1)
+    bias = bias.expand(num_sequences, groups, -1, -1, -1)
     outputs, log_sums = efficient_attention(
         rows.expand(-1, num_parts, -1, -1),
         key.flatten(0, 1).unflatten(1, (num_parts, -1)),
@@ -235,8 +238,8 @@ def split_attention(
         bias.flatten(0, 1),  # a copy only for several sequences
         scale,
     )
-    weights = log_sums.softmax(dim=1)
-    merged = (outputs * weights.unsqueeze(-1)).sum(dim=1)
+    weights = log_sums.softmax(dim=1).unsqueeze(-1)
+    merged = (outputs * weights).sum(dim=1)
     return merged.to(query.dtype).view(*of_groups.shape[:4], -1).flatten(1, 2)
 
 
@@ -251,29 +254,36 @@ def efficient_attention(
 
 def _num_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> int:
     """Into how many equal parts the keys are split: as many as fill a GPU. 1: they are not split."""
-    if torch.compiler.is_compiling() or not _has_efficient_kernel(query, key, value, mask):
+    if torch.compiler.is_compiling() or key.shape[2] % PART_STEP:
         return 1
-    num_steps, rest = divmod(key.shape[2], PART_STEP)
-    num_rows = query.shape[1] * query.shape[2] // key.shape[1]  # of a group of heads
-    num_blocks = key.shape[0] * key.shape[1] * -(-num_rows // ROWS_OF_A_BLOCK)
+    if not _has_efficient_kernel(query, key, value, mask):
+        return 1
+    num_sequences, groups, num_keys, _ = key.shape
+    num_rows = query.shape[1] * query.shape[2] // groups  # of the heads that share keys
+    num_blocks = num_sequences * groups * -(-num_rows // ROWS_OF_A_BLOCK)
+    num_steps = num_keys // PART_STEP
     most = min(MOST_PARTS, MOST_THREAD_BLOCKS // num_blocks, num_steps)
-    if rest:
-        return 1
-    return next((number for number in range(most, 1, -1) if num_steps % number == 0), 1)
+    for num_parts in range(most, 1, -1):
+        if num_steps % num_parts == 0:
+            return num_parts
+    return 1
 
 
 def _has_efficient_kernel(*tensors: torch.Tensor) -> bool:
-    """Whether `efficient_attention` runs on these tensors, and gives what is asked for: its logarithms have no gradient."""
+    """Whether `efficient_attention` runs on these tensors and is what SDPA might run, too."""
     dtype = tensors[0].dtype
     device = tensors[0].device
-    # Under autocast keys may have another dtype than values.
-    has_kernel = dtype in KERNEL_DTYPES and all(tensor.dtype == dtype for tensor in tensors)
-    if dtype == torch.bfloat16 and device.type == "cuda":
-        has_kernel = has_kernel and torch.cuda.get_device_capability(device) >= AMPERE
-    is_aligned = all(tensor.shape[-1] % ROW_ALIGNMENT == 0 for tensor in tensors)
-    has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    is_allowed = torch.backends.cuda.mem_efficient_sdp_enabled() and torch.version.hip is None
-    return has_kernel and is_aligned and is_allowed and not has_gradient
+    for tensor in tensors:
+        # Under autocast keys may have another dtype than values.
+        if tensor.dtype != dtype or tensor.shape[-1] % ROW_ALIGNMENT:
+            return False
+        if tensor.requires_grad and torch.is_grad_enabled():  # the logarithms have no gradient
+            return False
+    if dtype not in KERNEL_DTYPES or torch.version.hip is not None:
+        return False
+    if dtype == torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < AMPERE:
+        return False
+    return torch.backends.cuda.mem_efficient_sdp_enabled()  # the user's choice
 
 
 def _repeated(states: torch.Tensor, num_shared: int) -> torch.Tensor:

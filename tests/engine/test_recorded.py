@@ -375,7 +375,7 @@ def test_a_text_is_whole_though_its_caches_have_no_room_after_it(
     pair.check([17], conversation=conversation, cuda_graph=False)
 
 
-# Where nobody has asked
+# By default
 
 
 @pytest.fixture
@@ -505,7 +505,7 @@ def test_recordings_are_dropped_for_training(pair: Pair, recorder: PlayedRecorde
 
 @pytest.mark.usefixtures("_by_itself")
 def test_a_lack_of_memory_passes(pair: Pair, recorder: PlayedRecorder, caplog: pytest.LogCaptureFixture) -> None:
-    """Known bug: after one no text of the pair was recorded, and a warning named a keyword that nobody had passed."""
+    """Known bug: after one, no text of the pair was recorded any more, and a warning named a keyword that was not passed."""
     recorder.error = torch.OutOfMemoryError("CUDA out of memory")
     pair.check([17])
     assert recorder.num_made == 0
