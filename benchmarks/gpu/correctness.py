@@ -36,8 +36,9 @@ GREEDILY = {"temperature": 0.0}
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.95}
 NEW_TOKENS = 48
 KINDS = ("chain", "batch", "sampled", "chunks", "conversation", "long")
-# Trees and lookups verify a number of columns of their own, with eager steps in every mode.
-NAMES = [f"{mode}/{kind}" for mode in MODES for kind in (*KINDS, *(("lookup", "tree") if mode == "eager" else ()))]
+# Lookups and trees verify a number of columns of their own. Where a mode is not named, their steps are eager in it, too.
+OF_MODE = {"eager": ("lookup", "tree"), "recorded": ("lookup",)}
+NAMES = [f"{mode}/{kind}" for mode in MODES for kind in (*KINDS, *OF_MODE.get(mode, ()))]
 # Mean acceptance lengths below these mean a fault in drafting, which no text shows.
 LEAST_TAU = {"chain": 6.5, "batch": 6.5, "chunks": 6.5, "lookup": 5.0, "tree": 8.0, "long": 7.0}
 

@@ -30,6 +30,7 @@ LONGEST_MATCH = 64
 MOST_OCCURRENCES = 32
 
 Ngram = tuple[int, ...]
+Matches = dict[int, list[int]]  # what followed an earlier occurrence of a sequence's end, by its place in the batch
 
 
 class PromptLookup:
@@ -164,8 +165,8 @@ class LookupProposer:
             return proposals
         return with_lookups(proposals, matches, width)
 
-    def matches(self, sequences: list[TextSequence]) -> dict[int, list[int]]:
-        """What followed earlier occurrences of the sequences' ends, by place in the batch."""
+    def matches(self, sequences: list[TextSequence]) -> Matches:
+        """What followed earlier occurrences of the sequences' ends."""
         matches = {}
         for place, sequence in enumerate(sequences):
             lookup = self._lookups[sequence.index]

@@ -1,8 +1,8 @@
 """Recorded steps: a CUDA graph of the eager whole step, on static state. No compiler is involved.
 
-A graph holds addresses. So a `Recording` owns its inputs and the storage of both caches, and a text that runs on it has its
-keys and values there. One text at a time runs on a recording; another one makes its own, and the two that were used last are
-kept.
+A graph holds addresses. So a `RecordedStep` owns its inputs, and a `Recording` the storage of both caches: a text that runs on it
+has its keys and values there. One text at a time runs on a recording; another one makes its own, and the two that were used
+last are kept. A recording holds a step that drafts and, once a text has repeated itself, one that verifies what was looked up.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from dflash.model.cache_dflash import CAPACITY_STEP, PreallocatedCache, room_lik
 from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS
 from dflash.model.sequences_dflash import TextSequence
 
+from .lookup import Matches
+from .options import Options
 from .steps import WholeRunner, checked
 from .waiting import Recordable
 from .whole import Inputs, Kind, State, Storage, WholeStep, whole_step
@@ -92,14 +94,11 @@ def capacity_for(length: int) -> int:
     return max(SMALLEST_CAPACITY, three_quarters if length <= three_quarters else power)
 
 
-class Recording:
-    """A recorded whole step, with its state and the storage of both caches. It does not keep the models alive."""
+class RecordedStep:
+    """A whole step as a graph, with its state. It does not keep the models alive."""
 
     def __init__(self, inputs: Inputs) -> None:
-        """Records the step. The storage of the inputs belongs to the recording from now on."""
-        self.capacity = inputs.target_storage.num_keys  # positions of a text
-        self._storages = (inputs.target_storage, inputs.draft_storage)
-        self._is_free: torch.cuda.Event | None = None
+        """Records the step."""
         self._state = copy.deepcopy(inputs.state)
         static = replace(inputs, state=self._state)
         step = partial(whole_step, static)
@@ -112,37 +111,8 @@ class Recording:
         for output in self._outputs:
             output.fill_(float("nan") if output.is_floating_point() else -1)
 
-    def lend(self, *caches: PreallocatedCache) -> None:
-        """Moves a text's keys and values here. What other texts have left is gone: 0 times NaN, in a masked slot, is NaN."""
-        if self._is_free is not None:
-            stream = torch.cuda.current_stream(self._state.anchors.device)
-            stream.wait_event(self._is_free)
-        for cache, storage in zip(caches, self._storages, strict=True):
-            for states in storage.tensors:
-                states.zero_()
-            adopt(cache, storage.keys, storage.values)
-
-    def free(self) -> None:
-        """Ends the use by a text. The next one may run on another stream, and waits for what this one still does."""
-        device = self._state.anchors.device
-        if device.type == "cuda":
-            self._is_free = torch.cuda.current_stream(device).record_event()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its storage."""
-        return sum(states.nbytes for storage in self._storages for states in storage.tensors)
-
-    def holds(self, *caches: PreallocatedCache) -> bool:
-        """Whether a text's keys and values still lie here. A cache that outgrows its storage moves to another."""
-        for cache, storage in zip(caches, self._storages, strict=True):
-            layer = cache.attention_layers()[0]
-            if layer.keys is not storage.keys[0]:
-                return False
-        return True
-
     def run(self, state: State) -> WholeStep:
-        """The step after `state`, of at most as many sequences as recorded, whose keys and values lie here."""
+        """The step after `state`, of at most as many sequences as recorded."""
         for name, tensor in vars(state).items():
             if tensor is not None:
                 static = getattr(self._state, name)
@@ -154,10 +124,63 @@ class Recording:
         return WholeStep(*[output[:num_live].clone() for output in self._outputs])
 
 
+class Recording:
+    """The storage of both caches of a text, and the steps that are recorded over it.
+
+    Attributes:
+        storages (`tuple[Storage, Storage]`): Of the target and the drafter. It belongs to the recording alone.
+        steps (`dict[int, RecordedStep]`): By the number of proposals that are looked up, 0 for a step that drafts.
+    """
+
+    def __init__(self, *storages: Storage) -> None:
+        self.storages = storages
+        self.steps: dict[int, RecordedStep] = {}
+        self._device = storages[0].index.device
+        self._is_free: torch.cuda.Event | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Positions of a text."""
+        return self.storages[0].num_keys
+
+    def lend(self, *caches: PreallocatedCache) -> None:
+        """Moves a text's keys and values here. What other texts have left is gone: 0 times NaN, in a masked slot, is NaN."""
+        if self._is_free is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(self._is_free)
+        for cache, storage in zip(caches, self.storages, strict=True):
+            for states in storage.tensors:
+                states.zero_()
+            adopt(cache, storage.keys, storage.values)
+
+    def free(self) -> None:
+        """Ends the use by a text. The next one may run on another stream, and waits for what this one still does."""
+        if self._device.type == "cuda":
+            self._is_free = torch.cuda.current_stream(self._device).record_event()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its storage."""
+        return sum(states.nbytes for storage in self.storages for states in storage.tensors)
+
+    def holds(self, *caches: PreallocatedCache) -> bool:
+        """Whether a text's keys and values still lie here. A cache that outgrows its storage moves to another."""
+        for cache, storage in zip(caches, self.storages, strict=True):
+            layer = cache.attention_layers()[0]
+            if layer.keys is not storage.keys[0]:
+                return False
+        return True
+
+    def run(self, state: State) -> WholeStep:
+        """The step after `state`, which is one of `steps`, of a text whose keys and values lie here."""
+        return self.steps[state.num_looked_up].run(state)
+
+
 class RecordedRunner(WholeRunner):
     """Runs whole steps on a recording, and moves to a larger one when the text has outgrown it."""
 
     keyword = "cuda_graph"
+    takes_lookups = True
     _recording: Recording | None = None
     _key: RecordingKey  # of the recording
     _shelf: OrderedDict[RecordingKey, Recording]  # where it belongs
@@ -165,15 +188,26 @@ class RecordedRunner(WholeRunner):
 
     def compute(self, state: State) -> WholeStep:
         """As `WholeRunner.compute`."""
-        if self._has_room():
-            return self._recording.run(state)  # type: ignore[union-attr]
-        return self._move(state)
+        recording: Any = self._recording if self._has_room() else self._move(len(state.anchors))
+        if state.num_looked_up in recording.steps:
+            output = recording.run(state)
+        else:
+            inputs = self.inputs(state, *recording.storages)
+            recording.steps[state.num_looked_up] = RecordedStep(inputs)
+            output = checked(partial(recording.run, state), inputs)
+        self._recording = recording  # not before: one without a step is of no use, and its storage stays the caches'
+        return output
+
+    @cached_property
+    def _width(self) -> int:
+        """Columns of the widest step."""
+        options = Options.of(self.request)
+        return 1 + max(self.kind.num_proposals, options.prompt_lookup_num_tokens)
 
     def _length(self) -> int:
         """How many positions the next step may need."""
-        width = self.kind.num_proposals + 1
         longest: int = max(self.conversation.target_cache.lengths)
-        return longest + 2 * width + self.kind.block_size
+        return longest + 2 * self._width + self.kind.block_size
 
     def _has_room(self) -> bool:
         """Whether the next step can run on this text's recording."""
@@ -187,27 +221,23 @@ class RecordedRunner(WholeRunner):
         length = self._length() + min(self.request.max_new_tokens, INITIAL_NEW_TOKENS)
         return self.kind, num_sequences, capacity_for(length)
 
-    def _move(self, state: State) -> WholeStep:
-        """The first step on another recording."""
+    def _move(self, num_sequences: int) -> Recording:
+        """Moves the text to another recording."""
         self._release()
         target_cache = self.conversation.target_cache
         draft_cache = self.conversation.context.cache
-        self._key = self._next_key(len(state.anchors))
+        self._key = self._next_key(num_sequences)
         *_, capacity = self._key
         self._shelf = self.pair.recordings
         self._weights = weights_of(self.request.target, self.request.drafter)
         recording = self._shelf.pop(self._key, None)
         if recording is not None:
-            self._recording = recording
             recording.lend(target_cache, draft_cache)
-            return recording.run(state)
+            return recording
         self._trim(MOST_RECORDINGS - 1)
         target_storage = Storage.of(target_cache, capacity)
         draft_storage = Storage.of(draft_cache, capacity)
-        inputs = self.inputs(state, target_storage, draft_storage)
-        recording = Recording(inputs)
-        self._recording = recording
-        return checked(partial(recording.run, state), inputs)
+        return Recording(target_storage, draft_storage)
 
     def close(self) -> None:
         """Ends the text: its caches go on in storage of their own, and its recording is free for another text."""
@@ -241,10 +271,10 @@ class AutoRecordedRunner(RecordedRunner):
     is_asked_for = False
     _is_too_large = False
 
-    def _can_be_whole(self, sequences: list[TextSequence], most: int) -> bool:
+    def _can_be_whole(self, sequences: list[TextSequence], most: int, matches: Matches) -> bool:
         """As `WholeRunner._can_be_whole`."""
         is_short = self.request.max_new_tokens < AUTO_TOKENS
-        if is_short or self._is_too_large or not super()._can_be_whole(sequences, most):
+        if is_short or self._is_too_large or not super()._can_be_whole(sequences, most, matches):
             return False
         self._is_too_large = not self._has_room() and not self._fits(len(sequences))
         return not self._is_too_large

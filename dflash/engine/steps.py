@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dflash.model.acceptance_dflash import Acceptance, Proposals
 from dflash.model.attention_dflash import attention_of, step_attention
+from dflash.model.cache_dflash import to_device
 from dflash.model.decoding_dflash import EagerRunner, Step
-from dflash.model.drafting_dflash import num_proposals
+from dflash.model.drafting_dflash import Context, num_proposals
 from dflash.model.sequences_dflash import TextSequence
 from dflash.model.targets_dflash import Layout
 
-from .lookup import LookupProposer
+from .lookup import LookupProposer, Matches
 from .state import PairState
 from .whole import Inputs, Kind, State, Storage, WholeStep, whole_step
 
@@ -34,6 +35,7 @@ class WholeRunner(EagerRunner):
 
     keyword: ClassVar[str]  # that asks for it
     is_asked_for: ClassVar[bool] = True  # else no warning says that these models cannot have whole steps
+    takes_lookups: ClassVar[bool] = False  # whether steps that verify what was looked up in a single text run whole
 
     @cached_property
     def pair(self) -> PairState:
@@ -56,9 +58,10 @@ class WholeRunner(EagerRunner):
 
     def run(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Step:
         """As `EagerRunner.run`."""
-        if self._can_be_whole(sequences, most):
+        matches = self._matches(sequences)
+        if self._can_be_whole(sequences, most, matches):
             try:
-                return self.run_whole(sequences, anchors)
+                return self.run_whole(sequences, anchors, matches)
             except Exception as error:  # of any type: a model, a quantiser, a missing compiler, or no memory raises it
                 self.close()
                 self.give_up(error)
@@ -68,60 +71,82 @@ class WholeRunner(EagerRunner):
         """Has the pair's texts go on eagerly."""
         self.pair.give_up(self.keyword, f"{error!r:.200}")
 
-    def _can_be_whole(self, sequences: list[TextSequence], most: int) -> bool:
-        """Whether the next step needs nothing from the host: no lookup, and no hook or dispatch mode that watches it."""
-        if self.keyword in self.pair.reasons or most < self.kind.num_proposals:
+    def _matches(self, sequences: list[TextSequence]) -> Matches:
+        """What the lookup finds."""
+        lookup = self.proposer
+        return lookup.matches(sequences) if isinstance(lookup, LookupProposer) else {}
+
+    def _can_be_whole(self, sequences: list[TextSequence], most: int, matches: Matches) -> bool:
+        """Whether one function can run the next step: in a batch all proposals are drafted, and nothing watches it."""
+        num_proposals = max(map(len, matches.values()), default=self.kind.num_proposals)
+        if self.keyword in self.pair.reasons or most < num_proposals:
+            return False
+        if matches and (self.kind.is_batch or not self.takes_lookups):
             return False
         models = (self.request.target, self.request.drafter)
         is_hooked = any(model._forward_hooks or model._forward_pre_hooks for model in models)
-        if is_hooked or is_in_torch_dispatch_mode():
-            return False
-        lookup = self.proposer
-        has_lookup = isinstance(lookup, LookupProposer) and lookup.matches(sequences)
-        return not has_lookup
+        return not is_hooked and not is_in_torch_dispatch_mode()
 
     # What is compiled and recorded outlives a text, and serves the next one in inference mode and outside.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def run_whole(self, sequences: list[TextSequence], anchors: torch.Tensor) -> Step:
-        """A step as one function."""
-        state = self._state(sequences, anchors)
+    def run_whole(self, sequences: list[TextSequence], anchors: torch.Tensor, matches: Matches) -> Step:
+        """A step as one function. What was found in a single text is verified, else drafts are."""
+        state = self._state(sequences, anchors, list(matches.values()))
         with self.pair.lock, step_attention(self.request.target):
             output = self.compute(state)
             self.pair.remember_models()
         # The caches hold the context, then the step's columns, which `keep` rolls back.
-        context = self.conversation.context
-        context.cache.advance(context.waiting.num_real)
-        context.mark_read()
+        if not matches:
+            context = self.conversation.context
+            context.cache.advance(context.waiting.num_real)
+            context.mark_read()
         width = output.features.shape[1]
         counts = [width] * len(sequences)
         self.conversation.target_cache.advance(counts)
         acceptance = Acceptance(output.num_accepted, output.token_ids)
-        return Step(Proposals(output.proposed_ids), acceptance, output.features)
+        proposals = Proposals(output.proposed_ids, looked_up=tuple(matches))
+        return Step(proposals, acceptance, output.features)
 
-    def _state(self, sequences: list[TextSequence], anchors: torch.Tensor) -> State:
-        """The state of the sequences. A context with more columns than a step gives is read before it."""
+    def _state(self, sequences: list[TextSequence], anchors: torch.Tensor, found: list[list[int]]) -> State:
+        """The state of the sequences, with what was `found` in a single text."""
         device = anchors.device
         context = self.conversation.context
-        num_columns = self.kind.num_proposals + 1
-        if context.waiting.num_columns > num_columns or not any(context.cache.lengths):
-            context.absorb()
-        waiting = context.for_next_block()
-        padding = num_columns - waiting.num_columns
-        features = functional.pad(waiting.features, (0, 0, 0, padding))
+        if not any(context.cache.lengths):
+            context.absorb()  # a cache has storage once something was read
+        if found:
+            looked_up_ids = to_device(torch.tensor(found), device)
+            num_proposals = looked_up_ids.shape[1]
+            waiting = context.waiting.part(0, 0)  # what waits goes on waiting
+        else:
+            looked_up_ids = None
+            num_proposals = self.kind.num_proposals
+            waiting = self._context_to_read()
         sampler = self.acceptor.sampler
         uniforms = None
         if sampler is not None:
-            uniforms = self.acceptor.uniforms(sequences, range(num_columns), device)
+            uniforms = self.acceptor.uniforms(sequences, range(num_proposals + 1), device)
         return State(
             anchors=anchors.clone(),  # with the strides of a fresh tensor, also of a slice
             starts=self.conversation.target_cache.lengths_on(device),
-            features=features.contiguous(),
+            features=waiting.features.contiguous(),
             counts=waiting.counts,
             num_read=context.cache.lengths_on(device),
             uniforms=uniforms,
             settings=getattr(sampler, "settings", None),
+            looked_up_ids=looked_up_ids,
         )
+
+    def _context_to_read(self) -> Context:
+        """The context that the drafter reads, in as many columns as a drafted step gives. What has more is read before."""
+        context = self.conversation.context
+        num_columns = self.kind.num_proposals + 1
+        if context.waiting.num_columns > num_columns:
+            context.absorb()
+        waiting = context.for_next_block()
+        padding = num_columns - waiting.num_columns
+        features = functional.pad(waiting.features, (0, 0, 0, padding))
+        return Context(features, waiting.num_real)
 
     def inputs(self, state: State, target_storage: Storage, draft_storage: Storage) -> Inputs:
         """The inputs of a step over some storage."""

@@ -1,5 +1,7 @@
 """The whole step as one function of device state: draft, verify, accept, without a word from the host.
 
+Proposals that the host has looked up are part of the state, and nothing is drafted then.
+
 Compiled steps (`compiled.py`) and recorded steps (`recorded.py`) both run `whole_step`. It is made of the functions that an
 eager step consists of, and works on storage that its caller owns.
 """
@@ -75,6 +77,12 @@ class State:
     num_read: torch.Tensor  # the lengths of the drafter's cache, [R]
     uniforms: torch.Tensor | None  # [R, n + 1]; None: greedy
     settings: torch.Tensor | None  # of a `Sampler`
+    looked_up_ids: torch.Tensor | None = None  # proposals [R, n]; None: the drafter reads the context and proposes
+
+    @property
+    def num_looked_up(self) -> int:
+        """How many proposals are looked up, all or none."""
+        return 0 if self.looked_up_ids is None else self.looked_up_ids.shape[1]
 
 
 class Kind(NamedTuple):
@@ -112,9 +120,9 @@ WholeFunction = Callable[[Inputs], WholeStep]
 
 
 def whole_step(inputs: Inputs) -> WholeStep:
-    """Drafts a block for each sequence, verifies it and accepts a prefix."""
+    """Drafts a block for each sequence, or takes what was looked up, verifies it and accepts a prefix."""
     state = inputs.state
-    proposals = _propose(inputs)
+    proposals = _propose(inputs) if state.looked_up_ids is None else Proposals(state.looked_up_ids)
     token_ids = torch.cat([state.anchors, proposals.token_ids], dim=1)
     columns = torch.arange(token_ids.shape[1], device=token_ids.device)
     positions = state.starts[:, None] + columns
@@ -136,7 +144,7 @@ def whole_step(inputs: Inputs) -> WholeStep:
     return WholeStep(
         num_accepted=acceptance.num_accepted,
         token_ids=choices,
-        proposed_ids=proposals.token_ids,
+        proposed_ids=token_ids[:, 1:],  # not the state's own tensor, which is an input of a graph
         features=features.to(inputs.drafter.dtype),
     )
 

@@ -202,6 +202,7 @@ def count(mode_name: str, depths: tuple[int, int], prompt_length: int, watch: Wa
                     marks.append(watch.counts())
                 if len(marks) > SETTLED.stop:
                     break
+        blocks.close()  # here, where tensors are fake ones
     steps = []
     for before, after in pairwise(marks):
         kernels, waits, problems = (new - old for old, new in zip(before, after, strict=True))

@@ -103,6 +103,51 @@ def test_a_wide_lookup_at_the_end_of_a_recording_loses_nothing(length: int, reco
     assert any(block.is_lookup for block in blocks)
 
 
+LOOKED_UP: dict[str, Any] = {"prompt_lookup_num_tokens": 12, "max_matching_ngram_size": 2, "max_new_tokens": 120}
+
+
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0.7, "top_k": 3}], ids=["greedy", "sampled"])
+def test_steps_that_verify_what_was_looked_up_are_recorded(recorder: PlayedRecorder, asked: dict[str, Any]) -> None:
+    """Promise: beside those that draft, over the same keys and values; also the first one of a text."""
+    pair = Pair.make(seed=11)
+
+    def blocks_of(length: int, **keywords: Any) -> list[Any]:
+        generator = torch.Generator().manual_seed(5)
+        return list(pair.blocks([length], generator=generator, **LOOKED_UP, **asked, **keywords))
+
+    num_steps = 0
+    for length in (60, 41, 60):
+        eager = blocks_of(length, compile=False)
+        looked_up = [block for block in eager if block.is_lookup]
+        assert 1 < len(looked_up) < len(eager) - 5
+        assert eager[1].is_lookup == (length == 60)
+        assert asked or any(block.num_accepted for block in looked_up)
+        assert blocks_of(length, **RECORDED) == eager
+        num_steps += len(eager) - 2
+    assert recorder.num_made == 2
+    assert recorder.num_calls >= num_steps
+    assert fallback_reason(pair.drafter, pair.target) is None
+
+
+def test_each_length_of_lookups_has_a_step_of_its_own(recorder: PlayedRecorder) -> None:
+    pair = Pair.make(seed=11)
+    for num_tokens, num_made in ((12, 2), (7, 3), (12, 3)):
+        asked = LOOKED_UP | {"prompt_lookup_num_tokens": num_tokens}
+        pair.check([27], **asked, **RECORDED)
+        assert recorder.num_made == num_made
+    pair.check([27], **RECORDED)
+    assert recorder.num_made == 3
+
+
+def test_lookups_of_a_batch_are_verified_eagerly(recorder: PlayedRecorder) -> None:
+    pair = Pair.make(seed=11)
+    blocks = list(pair.blocks([27, 41], **LOOKED_UP, **RECORDED))
+    assert pair.texts_of(blocks, 2) == pair.expected([27, 41], 120)
+    assert any(block.is_lookup for block in blocks)
+    assert recorder.num_made == 1
+    assert fallback_reason(pair.drafter, pair.target) is None
+
+
 def test_a_conversation_goes_on_recorded(pair: Pair, recorder: PlayedRecorder) -> None:
     """Promise: between its turns a conversation owns its caches, and other texts use the recording."""
     conversation = Conversation()
@@ -139,12 +184,14 @@ def states_of(conversation: Conversation) -> list[torch.Tensor]:
     return [part.clone() for part in states]
 
 
-def test_caches_after_a_recorded_text_are_the_eager_ones(pair: Pair) -> None:
-    """Promise: also the context that waits, which no later replay overwrites."""
+@pytest.mark.parametrize("asked", [{}, LOOKED_UP], ids=["drafts", "lookups"])
+def test_caches_after_a_recorded_text_are_the_eager_ones(recorder: PlayedRecorder, asked: dict[str, Any]) -> None:
+    """Promise: also the context that waits, which no later replay overwrites, and no step with a lookup drops."""
+    pair = Pair.make(seed=11)
     kept = Conversation()
     plain = Conversation()
-    pair.write([17], conversation=plain, compile=False)
-    pair.write([17], conversation=kept, **RECORDED)
+    pair.write([60], conversation=plain, compile=False, **asked)
+    pair.write([60], conversation=kept, **asked, **RECORDED)
     pair.write([-60], **RECORDED)
     assert kept.token_ids == plain.token_ids
     for mine, theirs in zip(states_of(kept), states_of(plain), strict=True):
