@@ -154,7 +154,7 @@ class EngineDecoder(Decoder):
         options = self.options
         if options.draft_tree:
             return TreeRunner
-        needs_host = options.adaptive or options.history or drafts.draws or request.keeping or request.prompt_inputs
+        needs_host = options.adaptive or options.history or request.keeping or request.prompt_inputs
         acceptor: Any = self.acceptor  # a `TreeAcceptor`
         if needs_host or not drafts.num_proposals or not acceptor.can_fuse:
             return EagerRunner

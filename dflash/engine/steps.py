@@ -49,8 +49,23 @@ class WholeRunner(EagerRunner):
             block_size=self.request.block_size,
             num_proposals=num_proposals(self.request),
             num_candidates=getattr(self.acceptor.sampler, "num_candidates", None),
+            verification=self._verification,
             is_batch=len(self.request.input_ids) > 1,
         )
+
+    @property
+    def _draws(self) -> bool:
+        """Whether drafts are drawn."""
+        drafts: Any = self.proposer
+        if isinstance(drafts, LookupProposer):
+            drafts = drafts.drafts
+        return bool(drafts.draws)
+
+    @property
+    def _verification(self) -> str:
+        """The acceptor's. Where nothing is drawn, "auto" is "match"."""
+        verification: str = self.acceptor.verification
+        return "match" if verification == "auto" and not self._draws else verification
 
     def compute(self, state: State) -> WholeStep:
         """The whole step after `state`."""
@@ -123,9 +138,12 @@ class WholeRunner(EagerRunner):
             num_proposals = self.kind.num_proposals
             waiting = self._context_to_read()
         sampler = self.acceptor.sampler
+        draft_uniforms = None
+        if self._draws and not found:
+            draft_uniforms = self.acceptor.uniforms_of.fresh(sequences, num_proposals, device)
         uniforms = None
         if sampler is not None:
-            uniforms = self.acceptor.uniforms(sequences, range(num_proposals + 1), device)
+            uniforms = self._uniforms(sequences, num_proposals + 1, is_drawn=draft_uniforms is not None)
         return State(
             anchors=anchors.clone(),  # with the strides of a fresh tensor, also of a slice
             starts=self.conversation.target_cache.lengths_on(device),
@@ -134,8 +152,18 @@ class WholeRunner(EagerRunner):
             num_read=context.cache.lengths_on(device),
             uniforms=uniforms,
             settings=getattr(sampler, "settings", None),
+            draft_uniforms=draft_uniforms,
             looked_up_ids=looked_up_ids,
         )
+
+    def _uniforms(self, sequences: list[TextSequence], num_columns: int, is_drawn: bool) -> torch.Tensor:
+        """Uniforms [R, S] that the rule for drawn proposals, or for others, reads."""
+        verification = self.kind.verification
+        device = self.request.input_ids.device
+        if verification == "match" or (verification == "auto" and not is_drawn):
+            return self.acceptor.uniforms(sequences, range(num_columns), device)
+        fresh: torch.Tensor = self.acceptor.uniforms_of.fresh(sequences, num_columns, device)
+        return fresh
 
     def _context_to_read(self) -> Context:
         """The context that the drafter reads, in as many columns as a drafted step gives. What has more is read before."""

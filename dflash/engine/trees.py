@@ -287,7 +287,7 @@ class TreeAcceptor(Acceptor):
         """Whether accepting needs only the logits, so that one function on the device can draft, verify and accept."""
         if self.uniforms_of is None:
             return not self.processors and not self.keeps_scores
-        return self.verification in ("auto", "match") and self.sampler is not None
+        return self.sampler is not None
 
     def uniforms(self, sequences: list[TextSequence], depths: Any, device: torch.device) -> torch.Tensor:
         """As `Acceptor.uniforms`, also for depths [B, S] of trees."""

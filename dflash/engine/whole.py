@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache
 
-from dflash.model.acceptance_dflash import Proposals
+from dflash.model.acceptance_dflash import RULES, Acceptance, Proposals, rule_of
 from dflash.model.cache_dflash import PreallocatedCache, PreallocatedLayer
 from dflash.model.drafting_dflash import block_ids, block_slots, embed, proposing_positions
 from dflash.model.sampling_dflash import Sampler
@@ -75,8 +75,9 @@ class State:
     features: torch.Tensor  # context features that the drafter has not read, [R, C, L * D]
     counts: torch.Tensor  # how many of their columns are valid, [R]
     num_read: torch.Tensor  # the lengths of the drafter's cache, [R]
-    uniforms: torch.Tensor | None  # [R, n + 1]; None: greedy
+    uniforms: torch.Tensor | None  # that accept proposals and choose tokens, [R, n + 1]; None: greedy
     settings: torch.Tensor | None  # of a `Sampler`
+    draft_uniforms: torch.Tensor | None = None  # that draw proposals, [R, n]; None: the likeliest are proposed
     looked_up_ids: torch.Tensor | None = None  # proposals [R, n]; None: the drafter reads the context and proposes
 
     @property
@@ -91,6 +92,7 @@ class Kind(NamedTuple):
     block_size: int  # anchor included
     num_proposals: int
     num_candidates: int | None  # of its `Sampler`; None: greedy
+    verification: str  # as of an `Acceptor`
     is_batch: bool
 
 
@@ -135,18 +137,26 @@ def whole_step(inputs: Inputs) -> WholeStep:
         positions,
         storage.num_keys,
     )
-    if state.uniforms is None or state.settings is None:
-        choices = logits.argmax(dim=-1)
-    else:
-        sampler = Sampler(state.settings, inputs.kind.num_candidates or 0)
-        choices = sampler(logits, state.uniforms)
-    acceptance = proposals.accept_match(choices, best=logits.amax(dim=-1))
+    acceptance = _accept(inputs, proposals, logits)
     return WholeStep(
         num_accepted=acceptance.num_accepted,
-        token_ids=choices,
+        token_ids=acceptance.token_ids,
         proposed_ids=token_ids[:, 1:],  # not the state's own tensor, which is an input of a graph
         features=features.to(inputs.drafter.dtype),
     )
+
+
+def _accept(inputs: Inputs, proposals: Proposals, logits: torch.Tensor) -> Acceptance:
+    """Accepts proposals by logits [R, n + 1, V], as `Acceptor.accept` does."""
+    state = inputs.state
+    kind = inputs.kind
+    if state.uniforms is None or state.settings is None:
+        return proposals.accept_match(logits.argmax(dim=-1), best=logits.amax(dim=-1))
+    sampler = Sampler(state.settings, kind.num_candidates or 0)
+    rule = rule_of(kind.verification, proposals)
+    if rule == "match":
+        return proposals.accept_match(sampler(logits, state.uniforms), best=logits.amax(dim=-1))
+    return RULES[rule](proposals, sampler.scores(logits), state.uniforms)
 
 
 def _propose(inputs: Inputs) -> Proposals:
@@ -167,6 +177,10 @@ def _propose(inputs: Inputs) -> Proposals:
         attention_mask=drafter.step_masks(starts, kind.block_size, storage.num_keys),
         past_key_values=storage.cache(slots),
     )
+    drawn = None
+    if state.settings is not None and state.draft_uniforms is not None:
+        temperature, *_ = state.settings
+        drawn = (temperature, state.draft_uniforms)
     hidden_states = output.last_hidden_state
     # The head runs on the whole block: with 15 positions Inductor would also benchmark padded products.
     logits = head(target, hidden_states)
@@ -175,6 +189,7 @@ def _propose(inputs: Inputs) -> Proposals:
         hidden_states[:, proposing],
         state.anchors,
         lambda _: logits[:, proposing],
+        drawn,
         embed=partial(embed, target, drafter),
     )
     return proposals

@@ -218,6 +218,13 @@ RULES = {"rejection": accept_rejection, "block": accept_block}
 VERIFICATIONS = ("auto", "match", *RULES)
 
 
+def rule_of(verification: str, proposals: Proposals) -> str:
+    """The rule that a `verification` means for these proposals."""
+    if verification != "auto":
+        return verification
+    return "match" if proposals.probabilities is None else "block"
+
+
 def _reach(ratios: torch.Tensor) -> torch.Tensor:
     """Probability of the first i proposals under the target, relative to the drafter, at most 1 after each: [B, n + 1]."""
     before = ratios.new_ones(len(ratios))
@@ -280,9 +287,7 @@ class Acceptor:
 
     def rule(self, proposals: Proposals) -> str:
         """The rule by which these proposals are accepted."""
-        if self.verification != "auto":
-            return self.verification
-        return "match" if proposals.probabilities is None else "block"
+        return rule_of(self.verification, proposals)
 
     def uniforms(self, sequences: list[TextSequence], depths: Sequence[int], device: torch.device) -> torch.Tensor:
         """Uniforms [B, N] of the positions `depths` tokens after each sequence's last one, for logits on `device`."""

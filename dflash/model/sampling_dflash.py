@@ -146,10 +146,26 @@ class Sampler:
 
     def __call__(self, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         """Tokens drawn by uniforms [...] from logits [..., V], equal to those after the warpers of transformers."""
-        temperature, k, p = self.settings
         if not self.num_candidates:
-            return choose_sampled(logits.float() / temperature, uniforms)
+            return choose_sampled(self.scores(logits), uniforms)
+        values, token_ids = self._kept(logits)
+        # By id, so that rounding cannot swap two intervals.
+        token_ids, order = token_ids.sort()
+        probabilities = values.gather(-1, order).softmax(-1)
+        return _at(token_ids, pick(probabilities, uniforms))
 
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scores [..., V] of logits [..., V], as those warpers return them."""
+        if not self.num_candidates:
+            temperature, *_ = self.settings
+            return logits.float() / temperature
+        values, token_ids = self._kept(logits)
+        everywhere = torch.full_like(logits, -torch.inf, dtype=torch.float32)
+        return everywhere.scatter(-1, token_ids, values)
+
+    def _kept(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores [..., C] and ids of the most probable tokens, -inf where one is cut."""
+        temperature, k, p = self.settings
         count = min(self.num_candidates, logits.shape[-1])
         values, token_ids = logits.topk(count)  # descending
         values = values.float() / temperature
@@ -166,11 +182,7 @@ class Sampler:
         tails = rising.cumsum(-1)
         is_cut = tails.flip(-1) <= 1 - p
         is_cut[..., 0] = False
-        values = values.masked_fill(is_cut, -torch.inf)
-        # By id, so that rounding cannot swap two intervals.
-        token_ids, order = token_ids.sort()
-        probabilities = values.gather(-1, order).softmax(-1)
-        return _at(token_ids, pick(probabilities, uniforms))
+        return values.masked_fill(is_cut, -torch.inf), token_ids
 
 
 def choose_sampled(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 import transformers
 
+from dflash import DFlashConfig
 from dflash.engine import recorded, steps
 from dflash.engine.waiting import Recordable
 from dflash.engine.whole import Inputs, whole_step
@@ -52,14 +54,30 @@ def test_an_eager_step_launches_and_waits_as_counted(mode: str) -> None:
     assert row in committed()["summary"]
 
 
-@pytest.mark.parametrize("mode", ["chain", "batch of 4", "sampled", "lookup"])
-def test_a_step_that_is_recorded_asks_nothing_of_the_host(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: what refuses to record a step for that reason lets these steps pass."""
+@pytest.mark.parametrize(
+    ("mode", "head"),
+    [
+        ("chain", {}),
+        ("batch of 4", {}),
+        ("sampled", {}),
+        ("sampled", {"selector_rank": 8, "selector_top_k": 16}),
+        ("sampled", {"gru_hidden_dim": 16, "emb_dim": 8}),
+        ("sampled", {"markov_rank": 8}),
+        ("lookup", {}),
+    ],
+    ids=str,
+)
+def test_a_step_that_is_recorded_asks_nothing_of_the_host(
+    mode: str, head: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: what refuses to record a step for that reason lets these steps pass, also with drawn proposals."""
     passed = set()
+    monkeypatch.setattr(counts, "DFlashConfig", partial(DFlashConfig, **head))
 
     def record(inputs: Inputs) -> Any:
         with Recordable():
             whole_step(inputs)
+        assert (inputs.state.draft_uniforms is not None) == bool(head)
         passed.add(inputs.state.num_looked_up)
         return SimpleNamespace(run=lambda state: whole_step(replace(inputs, state=state)))
 

@@ -112,15 +112,16 @@ def test_captured_batches_of_any_size_share_a_graph(pair: Pair) -> None:
     [{"selector_rank": 4, "selector_top_k": 5}, {"gru_hidden_dim": 6, "emb_dim": 4}],
     ids=["selector", "Domino"],
 )
-def test_a_causal_head_is_captured(head: dict[str, int], pair: Pair) -> None:
-    """Promise: its proposals are the eager ones, which the first step is compared with."""
+@pytest.mark.parametrize("asked", [{}, {"temperature": 3.0, "top_k": 6}], ids=["greedy", "drawn"])
+def test_a_causal_head_is_captured(head: dict[str, int], asked: dict[str, Any], pair: Pair) -> None:
+    """Promise: its proposals, also drawn ones, are the eager ones, which the first step is compared with."""
     drafter = make_drafter(**SMALL, **head)
     for parameter in drafter.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.3)
     other = Pair(pair.target, drafter, pair.text, pair.other)  # type: ignore[arg-type]
-    eager = list(other.blocks([17], compile=False))
-    assert list(other.blocks([17], **COMPILED)) == eager
+    eager = list(other.blocks([17], compile=False, **asked))
+    assert list(other.blocks([17], **asked, **COMPILED)) == eager
     assert num_graphs() == 1
     assert fallback_reason(drafter, pair.target) is None
 

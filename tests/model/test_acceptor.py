@@ -205,7 +205,7 @@ def test_what_one_function_on_the_device_can_accept() -> None:
     assert TreeAcceptor(request_of(do_sample=True), warped, never).can_fuse
     assert not TreeAcceptor(request_of(do_sample=True), penalised, never).can_fuse
     assert not TreeAcceptor(request_of(do_sample=True, keeping={"scores"}), warped, never).can_fuse
-    assert not TreeAcceptor(request_of(do_sample=True, verification="block"), warped, never).can_fuse
+    assert TreeAcceptor(request_of(do_sample=True, verification="block"), warped, never).can_fuse
 
 
 def test_a_sampled_choice_depends_on_its_position_alone() -> None:

@@ -182,7 +182,7 @@ TIES = torch.bfloat16  # a dtype in which tokens tie; of those at the edge of to
     ],
 )
 def test_the_sampler_draws_what_the_warpers_allow(settings_of: dict[str, Any], dtype: torch.dtype) -> None:
-    """Promise: the tokens are those drawn from the processed logits, also among ties at the k-th."""
+    """Promise: the tokens are those drawn from the processed logits, also among ties at the k-th, and so are the scores."""
     torch.manual_seed(3)
     logits = torch.randn(4, 500, 300).mul(3).to(dtype)
     uniforms = torch.rand(4, 500, dtype=torch.float64)
@@ -191,6 +191,7 @@ def test_the_sampler_draws_what_the_warpers_allow(settings_of: dict[str, Any], d
     assert sampler is not None
     processed = processors(torch.zeros(2000, 1, dtype=torch.long), logits.float().flatten(0, 1)).view(4, 500, 300)
     assert torch.equal(sampler(logits, uniforms), choose_sampled(processed, uniforms))
+    assert torch.equal(sampler.scores(logits), processed)
 
 
 def test_other_processors_have_no_sampler() -> None:
