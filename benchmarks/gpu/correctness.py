@@ -19,7 +19,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dflash import Conversation, DFlashConfig, DFlashDraftModel, generate_blocks
-from dflash.checkpoints import heldout_problems, load_embedded_pair
+from dflash.checkpoints import DOMINO_NAME, heldout_problems, load_embedded_pair
 from dflash.engine import fallback_reason
 from dflash.engine.recorded import RECORDERS, Recording
 from dflash.evaluation import GREEDY, chat_encoder
@@ -35,12 +35,12 @@ NOTHING_LOOKED_UP = {"prompt_lookup_num_tokens": 0}
 GREEDILY = {"temperature": 0.0}
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.95}
 NEW_TOKENS = 48
-KINDS = ("chain", "batch", "sampled", "chunks", "conversation", "long")
+KINDS = ("chain", "batch", "sampled", "drawn", "chunks", "conversation", "long")
 # Lookups and trees verify a number of columns of their own. Where a mode is not named, their steps are eager in it, too.
 OF_MODE = {"eager": ("lookup", "tree"), "recorded": ("lookup",)}
 NAMES = [f"{mode}/{kind}" for mode in MODES for kind in (*KINDS, *OF_MODE.get(mode, ()))]
 # Mean acceptance lengths below these mean a fault in drafting, which no text shows.
-LEAST_TAU = {"chain": 6.5, "batch": 6.5, "chunks": 6.5, "lookup": 5.0, "tree": 8.0, "long": 7.0}
+LEAST_TAU = {"chain": 6.5, "batch": 6.5, "drawn": 5.0, "chunks": 6.5, "lookup": 5.0, "tree": 8.0, "long": 7.0}
 
 LONG_PROMPT = 4080  # tokens: the text passes 4,096
 LONG_TARGET = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -83,6 +83,12 @@ class Checks:
         return target.requires_grad_(False).to(self.device), drafter.requires_grad_(False).to(self.device)
 
     @cached_property
+    def head_pair(self) -> tuple[Any, Any]:
+        """The embedded target and the drafter with Domino's head."""
+        _, drafter, _ = load_embedded_pair(drafter=DOMINO_NAME)
+        return self.pair[0], drafter.requires_grad_(False).to(self.device)
+
+    @cached_property
     def prompts(self) -> list[torch.Tensor]:
         """Questions [1, S] of different lengths, which the pair was not trained on."""
         encode = chat_encoder(load_embedded_pair()[2])
@@ -94,11 +100,16 @@ class Checks:
     def sampled_alone(self) -> list[list[int]]:
         """What the target, without drafts, samples on the CPU after the first prompts, from the seeds 0 and 1."""
         alone = Checks("cpu")
-        texts = []
-        for seed, prompt_ids in enumerate(self.prompts[:2]):
-            generator = torch.Generator().manual_seed(seed)
-            plain = {**MODES["eager"], **SAMPLED, **NOTHING_LOOKED_UP, "max_draft_tokens": 0}
-            texts.append(alone._read(prompt_ids.cpu(), **plain, generator=generator)[0][0])
+        prompts = [prompt_ids.cpu() for prompt_ids in self.prompts]
+        texts, _ = alone._sample(prompts, alone.pair, {**MODES["eager"], "max_draft_tokens": 0})
+        return texts
+
+    @cached_property
+    def drawn_on_cpu(self) -> list[list[int]]:
+        """What eager steps on the CPU sample after the first prompts, with proposals that Domino's head draws."""
+        on_cpu = Checks("cpu")
+        prompts = [prompt_ids.cpu() for prompt_ids in self.prompts]
+        texts, _ = on_cpu._sample(prompts, on_cpu.head_pair, MODES["eager"])
         return texts
 
     @cached_property
@@ -133,7 +144,7 @@ class Checks:
         assert tau >= LEAST_TAU.get(kind, 0), (
             f"Drafts are bad: tau is {tau:.2f} instead of at least {LEAST_TAU[kind]}."
         )
-        target, drafter = self.long_pair[:2] if kind == "long" else self.pair
+        target, drafter, *_ = {"long": self.long_pair, "drawn": self.head_pair}.get(kind, self.pair)
         reason = fallback_reason(drafter, target)
         if mode == "recorded" and self.device.type not in RECORDERS:
             assert reason is not None, "Nothing can be recorded on a CPU, and no reason was given."
@@ -144,9 +155,11 @@ class Checks:
         return figures
 
     def _renew_drafters(self) -> None:
-        """Copies both drafters: why steps fell back is remembered with a drafter, for all modes."""
+        """Copies the drafters: why steps fell back is remembered with a drafter, for all modes."""
         target, drafter = self.pair
         self.pair = target, copy.deepcopy(drafter)
+        target, drafter = self.head_pair
+        self.head_pair = target, copy.deepcopy(drafter)
         target, drafter, prompt_ids = self.long_pair
         self.long_pair = target, copy.deepcopy(drafter), prompt_ids
 
@@ -181,12 +194,26 @@ class Checks:
 
     def _sampled(self, mode: dict[str, Any]) -> dict[str, Any]:
         """Sampled texts, equal to those that the target alone samples on the CPU from the same seeds."""
+        texts, _ = self._sample(self.prompts, self.pair, mode)
         for seed, expected in enumerate(self.sampled_alone):
+            same(texts[seed], expected, f"the text sampled from seed {seed}")
+        return {"texts": len(texts)}
+
+    def _drawn(self, mode: dict[str, Any]) -> dict[str, Any]:
+        """Texts sampled with drawn proposals, equal to those of eager steps on the CPU with the same seeds."""
+        texts, tau = self._sample(self.prompts, self.head_pair, mode)
+        for seed, expected in enumerate(self.drawn_on_cpu):
+            same(texts[seed], expected, f"the text drawn from seed {seed}")
+        return {"texts": len(texts), "tau": tau}
+
+    def _sample(self, prompts: list[torch.Tensor], pair: Any, mode: dict[str, Any]) -> tuple[list[list[int]], float]:
+        """The texts after the first prompts, sampled from the seeds 0 and 1, and the mean tau."""
+        options = {**mode, **SAMPLED, **NOTHING_LOOKED_UP}
+        runs = []
+        for seed, prompt_ids in enumerate(prompts[:2]):
             generator = torch.Generator().manual_seed(seed)
-            options = {**SAMPLED, **NOTHING_LOOKED_UP, "generator": generator}
-            text = self._read(self.prompts[seed], **mode, **options)[0][0]
-            same(text, expected, f"the text sampled from seed {seed}")
-        return {"texts": len(self.sampled_alone)}
+            runs.append(self._read(prompt_ids, pair, **options, generator=generator))
+        return [texts[0] for texts, _ in runs], sum(tau for _, tau in runs) / len(runs)
 
     def _conversation(self, mode: dict[str, Any]) -> dict[str, Any]:
         """Two turns that keep their caches."""

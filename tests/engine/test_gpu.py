@@ -74,11 +74,11 @@ def checks():
 
 
 def test_every_check_has_a_row(checks):
-    assert len(correctness.NAMES) == 3 * 6 + 3
+    assert len(correctness.NAMES) == 3 * 7 + 3
     assert all(callable(getattr(checks, f"_{name.partition('/')[2]}")) for name in correctness.NAMES)
 
 
-@pytest.mark.parametrize("kind", ["chain", "batch", "sampled", "chunks", "conversation", "long", "lookup", "tree"])
+@pytest.mark.parametrize("kind", [*correctness.KINDS, "lookup", "tree"])
 def test_texts_on_a_cpu_are_the_targets(checks, kind):
     assert checks.check(f"eager/{kind}")["texts"]
 
@@ -128,7 +128,7 @@ def planted(fault):
 @pytest.mark.parametrize(
     ("fault", "kinds"),
     [
-        (sees_the_future, ["chain", "batch", "sampled", "chunks", "conversation", "long", "lookup", "tree"]),
+        (sees_the_future, [*correctness.KINDS, "lookup", "tree"]),
         (sees_itself_alone, ["chain", "batch", "conversation", "tree"]),
         (loses_what_is_far, ["long"]),
     ],
