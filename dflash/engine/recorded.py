@@ -2,7 +2,7 @@
 
 A graph holds addresses. So a `RecordedStep` owns its inputs, and a `Recording` the storage of both caches: a text that runs on it
 has its keys and values there. One text at a time runs on a recording; another one makes its own, and the two that were used
-last are kept. A recording holds a step that drafts and, once a text has repeated itself, one that verifies what was looked up.
+last are kept. All kinds of step, greedy, sampled, or with lookups, are recorded over the same storage.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .whole import Inputs, Kind, State, Storage, WholeStep, whole_step
 
 
 MOST_RECORDINGS = 2
+MOST_STEPS = 6  # of a recording, the newest ones
 SMALLEST_CAPACITY = 2048  # positions; further capacities are powers of two, and three quarters of them
 # By default, the share of the free memory that the keys and values of a recording may take.
 AUTO_SHARE = 1 / 4
@@ -57,7 +58,8 @@ def record_cuda_graph(function: Callable[[], WholeStep]) -> tuple[Callable[[], N
 
 RECORDERS = {"cuda": record_cuda_graph}  # by kind of device
 _recording_lock = threading.Lock()  # torch records one graph at a time
-RecordingKey = tuple[Kind, int, int]  # kind of step, number of sequences, capacity
+RecordingKey = tuple[int, int]  # number of sequences, capacity
+StepKey = tuple[Kind, int]  # kind of step, number of proposals that are looked up
 
 
 def adopt(cache: PreallocatedCache, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -129,12 +131,12 @@ class Recording:
 
     Attributes:
         storages (`tuple[Storage, Storage]`): Of the target and the drafter. It belongs to the recording alone.
-        steps (`dict[int, RecordedStep]`): By the number of proposals that are looked up, 0 for a step that drafts.
+        steps (`dict[StepKey, RecordedStep]`): The steps, the newest one last.
     """
 
     def __init__(self, *storages: Storage) -> None:
         self.storages = storages
-        self.steps: dict[int, RecordedStep] = {}
+        self.steps: dict[StepKey, RecordedStep] = {}
         self._device = storages[0].index.device
         self._is_free: torch.cuda.Event | None = None
 
@@ -171,9 +173,15 @@ class Recording:
                 return False
         return True
 
-    def run(self, state: State) -> WholeStep:
-        """The step after `state`, which is one of `steps`, of a text whose keys and values lie here."""
-        return self.steps[state.num_looked_up].run(state)
+    def add(self, key: StepKey, inputs: Inputs) -> None:
+        """Records a step."""
+        while len(self.steps) >= MOST_STEPS:
+            del self.steps[next(iter(self.steps))]
+        self.steps[key] = RecordedStep(inputs)
+
+    def run(self, key: StepKey, state: State) -> WholeStep:
+        """The step after `state` of a text whose keys and values lie here."""
+        return self.steps[key].run(state)
 
 
 class RecordedRunner(WholeRunner):
@@ -189,12 +197,13 @@ class RecordedRunner(WholeRunner):
     def compute(self, state: State) -> WholeStep:
         """As `WholeRunner.compute`."""
         recording: Any = self._recording if self._has_room() else self._move(len(state.anchors))
-        if state.num_looked_up in recording.steps:
-            output = recording.run(state)
+        key = (self.kind, state.num_looked_up)
+        if key in recording.steps:
+            output = recording.run(key, state)
         else:
             inputs = self.inputs(state, *recording.storages)
-            recording.steps[state.num_looked_up] = RecordedStep(inputs)
-            output = checked(partial(recording.run, state), inputs)
+            recording.add(key, inputs)
+            output = checked(partial(recording.run, key, state), inputs)
         self._recording = recording  # not before: one without a step is of no use, and its storage stays the caches'
         return output
 
@@ -219,7 +228,7 @@ class RecordedRunner(WholeRunner):
     def _next_key(self, num_sequences: int) -> RecordingKey:
         """The key of another recording, with room for the next step and for new tokens."""
         length = self._length() + min(self.request.max_new_tokens, INITIAL_NEW_TOKENS)
-        return self.kind, num_sequences, capacity_for(length)
+        return num_sequences, capacity_for(length)
 
     def _move(self, num_sequences: int) -> Recording:
         """Moves the text to another recording."""
@@ -227,7 +236,7 @@ class RecordedRunner(WholeRunner):
         target_cache = self.conversation.target_cache
         draft_cache = self.conversation.context.cache
         self._key = self._next_key(num_sequences)
-        *_, capacity = self._key
+        _, capacity = self._key
         self._shelf = self.pair.recordings
         self._weights = weights_of(self.request.target, self.request.drafter)
         recording = self._shelf.pop(self._key, None)
@@ -293,7 +302,7 @@ class AutoRecordedRunner(RecordedRunner):
         key = self._next_key(num_sequences)
         if key in self.pair.recordings:
             return True
-        *_, capacity = key
+        _, capacity = key
         drafter = self.request.drafter  # whose own cache may be empty yet
         config = drafter.config
         per_layer = 2 * config.num_key_value_heads * config.head_dim * drafter.dtype.itemsize
@@ -317,7 +326,7 @@ def make_room(recordings: OrderedDict[RecordingKey, Recording], num_positions: i
     """Drops recordings that no text runs on, if the keys and values of new prompts would take half of the free memory."""
     if not recordings:
         return
-    (_, num_sequences, capacity), recording = next(iter(recordings.items()))
+    (num_sequences, capacity), recording = next(iter(recordings.items()))
     num_bytes = num_positions * recording.num_bytes / (num_sequences * capacity)
     if num_bytes > free_bytes(device) / 2:
         recordings.clear()

@@ -139,6 +139,27 @@ def test_each_length_of_lookups_has_a_step_of_its_own(recorder: PlayedRecorder) 
     assert recorder.num_made == 3
 
 
+def test_kinds_of_step_are_recorded_over_the_same_storage(
+    pair: Pair, recorder: PlayedRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: texts of several kinds take turns without another recording; of more kinds than are kept, the newest stay."""
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"block_size": 3}]
+    expected = [pair.write([17], compile=False, **kind) for kind in kinds]
+    for _ in range(2):
+        assert [pair.write([17], **kind, **RECORDED) for kind in kinds] == expected
+        assert recorder.num_made == 3
+    recordings = PairState.of(pair.drafter, pair.target).recordings
+    (recording,) = recordings.values()
+    monkeypatch.setattr(recorded, "MOST_STEPS", 2)
+    assert pair.write([17], temperature=0.7, top_k=3, **RECORDED) == pair.write(
+        [17], temperature=0.7, top_k=3, compile=False
+    )
+    assert len(recording.steps) == 2
+    assert [pair.write([17], **kind, **RECORDED) for kind in kinds] == expected
+    assert list(recordings.values()) == [recording]
+    assert recorder.num_made == 4 + 3
+
+
 def test_lookups_of_a_batch_are_verified_eagerly(recorder: PlayedRecorder) -> None:
     pair = Pair.make(seed=11)
     blocks = list(pair.blocks([27, 41], **LOOKED_UP, **RECORDED))
