@@ -20,7 +20,6 @@ import torch
 from dflash.common.messages import is_out_of_memory
 from dflash.model.cache_dflash import CAPACITY_STEP, PreallocatedCache, room_like
 from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS
-from dflash.model.sequences_dflash import TextSequence
 
 from .lookup import Matches
 from .options import Options
@@ -280,12 +279,12 @@ class AutoRecordedRunner(RecordedRunner):
     is_asked_for = False
     _is_too_large = False
 
-    def _can_be_whole(self, sequences: list[TextSequence], most: int, matches: Matches) -> bool:
+    def _can_be_whole(self, most: int, matches: Matches) -> bool:
         """As `WholeRunner._can_be_whole`."""
         is_short = self.request.max_new_tokens < AUTO_TOKENS
-        if is_short or self._is_too_large or not super()._can_be_whole(sequences, most, matches):
+        if is_short or self._is_too_large or not super()._can_be_whole(most, matches):
             return False
-        self._is_too_large = not self._has_room() and not self._fits(len(sequences))
+        self._is_too_large = not self._has_room() and not self._fits()
         return not self._is_too_large
 
     def give_up(self, error: Exception) -> None:
@@ -297,8 +296,9 @@ class AutoRecordedRunner(RecordedRunner):
         with self.pair.lock:
             self.pair.recordings.clear()
 
-    def _fits(self, num_sequences: int) -> bool:
+    def _fits(self) -> bool:
         """Whether the next recording is there, or would hold little of the free memory."""
+        num_sequences = self.conversation.target_cache.batch_size
         key = self._next_key(num_sequences)
         if key in self.pair.recordings:
             return True

@@ -35,7 +35,7 @@ class WholeRunner(EagerRunner):
 
     keyword: ClassVar[str]  # that asks for it
     is_asked_for: ClassVar[bool] = True  # else no warning says that these models cannot have whole steps
-    takes_lookups: ClassVar[bool] = False  # whether steps that verify what was looked up in a single text run whole
+    takes_lookups: ClassVar[bool] = False  # whether steps that verify what was looked up run whole
 
     @cached_property
     def pair(self) -> PairState:
@@ -53,7 +53,7 @@ class WholeRunner(EagerRunner):
             is_batch=len(self.request.input_ids) > 1,
         )
 
-    @property
+    @cached_property
     def _draws(self) -> bool:
         """Whether drafts are drawn."""
         drafts: Any = self.proposer
@@ -74,7 +74,7 @@ class WholeRunner(EagerRunner):
     def run(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Step:
         """As `EagerRunner.run`."""
         matches = self._matches(sequences)
-        if self._can_be_whole(sequences, most, matches):
+        if self._can_be_whole(most, matches):
             try:
                 return self.run_whole(sequences, anchors, matches)
             except Exception as error:  # of any type: a model, a quantiser, a missing compiler, or no memory raises it
@@ -86,17 +86,22 @@ class WholeRunner(EagerRunner):
         """Has the pair's texts go on eagerly."""
         self.pair.give_up(self.keyword, f"{error!r:.200}")
 
-    def _matches(self, sequences: list[TextSequence]) -> Matches:
-        """What the lookup finds."""
-        lookup = self.proposer
-        return lookup.matches(sequences) if isinstance(lookup, LookupProposer) else {}
+    @cached_property
+    def _takes_matches(self) -> bool:
+        """Whether a step with matches can be whole. In a batch it has another width than an eager one, and draws other numbers."""
+        return self.takes_lookups and (not self.kind.is_batch or self.kind.verification == "match")
 
-    def _can_be_whole(self, sequences: list[TextSequence], most: int, matches: Matches) -> bool:
-        """Whether one function can run the next step: in a batch all proposals are drafted, and nothing watches it."""
-        num_proposals = max(map(len, matches.values()), default=self.kind.num_proposals)
-        if self.keyword in self.pair.reasons or most < num_proposals:
+    def _matches(self, sequences: list[TextSequence]) -> Matches:
+        """What the lookup finds. Beside drawn proposals nothing is looked up."""
+        lookup = self.proposer
+        matches = lookup.matches(sequences) if isinstance(lookup, LookupProposer) else {}
+        return {} if self._draws and len(matches) < len(sequences) else matches
+
+    def _can_be_whole(self, most: int, matches: Matches) -> bool:
+        """Whether one function can run the next step: there is room for its proposals, and nothing watches it."""
+        if self.keyword in self.pair.reasons or most < self._num_proposals(matches):
             return False
-        if matches and (self.kind.is_batch or not self.takes_lookups):
+        if matches and not self._takes_matches:
             return False
         models = (self.request.target, self.request.drafter)
         is_hooked = any(model._forward_hooks or model._forward_pre_hooks for model in models)
@@ -106,13 +111,13 @@ class WholeRunner(EagerRunner):
     @torch.inference_mode(False)
     @torch.no_grad()
     def run_whole(self, sequences: list[TextSequence], anchors: torch.Tensor, matches: Matches) -> Step:
-        """A step as one function. What was found in a single text is verified, else drafts are."""
-        state = self._state(sequences, anchors, list(matches.values()))
+        """A step as one function."""
+        state = self._state(sequences, anchors, matches)
         with self.pair.lock, step_attention(self.request.target):
             output = self.compute(state)
             self.pair.remember_models()
         # The caches hold the context, then the step's columns, which `keep` rolls back.
-        if not matches:
+        if self._drafts(matches):
             context = self.conversation.context
             context.cache.advance(context.waiting.num_real)
             context.mark_read()
@@ -123,23 +128,26 @@ class WholeRunner(EagerRunner):
         proposals = Proposals(output.proposed_ids, looked_up=tuple(matches))
         return Step(proposals, acceptance, output.features)
 
-    def _state(self, sequences: list[TextSequence], anchors: torch.Tensor, found: list[list[int]]) -> State:
-        """The state of the sequences, with what was `found` in a single text."""
+    def _drafts(self, matches: Matches) -> bool:
+        """Whether the drafter runs in a step: not where all proposals of a single text are looked up."""
+        return self.kind.is_batch or not matches
+
+    def _num_proposals(self, matches: Matches) -> int:
+        """The number of proposals of a step. Longer matches in a batch are shortened."""
+        return self.kind.num_proposals if self._drafts(matches) else len(matches[0])
+
+    def _state(self, sequences: list[TextSequence], anchors: torch.Tensor, matches: Matches) -> State:
+        """The state of the sequences."""
         device = anchors.device
+        num_proposals = self._num_proposals(matches)
         context = self.conversation.context
         if not any(context.cache.lengths):
             context.absorb()  # a cache has storage once something was read
-        if found:
-            looked_up_ids = to_device(torch.tensor(found), device)
-            num_proposals = looked_up_ids.shape[1]
-            waiting = context.waiting.part(0, 0)  # what waits goes on waiting
-        else:
-            looked_up_ids = None
-            num_proposals = self.kind.num_proposals
-            waiting = self._context_to_read()
+        # Without a draft, what waits goes on waiting.
+        waiting = self._context_to_read() if self._drafts(matches) else context.waiting.part(0, 0)
         sampler = self.acceptor.sampler
         draft_uniforms = None
-        if self._draws and not found:
+        if self._draws and self._drafts(matches):
             draft_uniforms = self.acceptor.uniforms_of.fresh(sequences, num_proposals, device)
         uniforms = None
         if sampler is not None:
@@ -153,8 +161,19 @@ class WholeRunner(EagerRunner):
             uniforms=uniforms,
             settings=getattr(sampler, "settings", None),
             draft_uniforms=draft_uniforms,
-            looked_up_ids=looked_up_ids,
+            looked_up_ids=self._looked_up(len(sequences), num_proposals, matches),
         )
+
+    def _looked_up(self, num_sequences: int, num_proposals: int, matches: Matches) -> torch.Tensor | None:
+        """Proposals [R, n] that are looked up, -1 where nothing was found; `None`: no step of this kind has lookups."""
+        may_be_found = isinstance(self.proposer, LookupProposer) and self._takes_matches
+        if not may_be_found or not (matches or self.kind.is_batch):
+            return None
+        rows = torch.full((num_sequences, num_proposals), -1)
+        for place, match in matches.items():
+            found = match[:num_proposals]
+            rows[place, : len(found)] = torch.tensor(found)
+        return to_device(rows, self.request.input_ids.device)
 
     def _uniforms(self, sequences: list[TextSequence], num_columns: int, is_drawn: bool) -> torch.Tensor:
         """Uniforms [R, S] that the rule for drawn proposals, or for others, reads."""

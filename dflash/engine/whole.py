@@ -1,6 +1,6 @@
 """The whole step as one function of device state: draft, verify, accept, without a word from the host.
 
-Proposals that the host has looked up are part of the state, and nothing is drafted then.
+Proposals that the host has looked up are part of the state. In a single text nothing is drafted beside them.
 
 Compiled steps (`compiled.py`) and recorded steps (`recorded.py`) both run `whole_step`. It is made of the functions that an
 eager step consists of, and works on storage that its caller owns.
@@ -9,7 +9,7 @@ eager step consists of, and works on storage that its caller owns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -78,11 +78,11 @@ class State:
     uniforms: torch.Tensor | None  # that accept proposals and choose tokens, [R, n + 1]; None: greedy
     settings: torch.Tensor | None  # of a `Sampler`
     draft_uniforms: torch.Tensor | None = None  # that draw proposals, [R, n]; None: the likeliest are proposed
-    looked_up_ids: torch.Tensor | None = None  # proposals [R, n]; None: the drafter reads the context and proposes
+    looked_up_ids: torch.Tensor | None = None  # proposals [R, n], -1 where the drafter proposes; None: everywhere
 
     @property
     def num_looked_up(self) -> int:
-        """How many proposals are looked up, all or none."""
+        """How many proposals of a text may be looked up."""
         return 0 if self.looked_up_ids is None else self.looked_up_ids.shape[1]
 
 
@@ -124,7 +124,7 @@ WholeFunction = Callable[[Inputs], WholeStep]
 def whole_step(inputs: Inputs) -> WholeStep:
     """Drafts a block for each sequence, or takes what was looked up, verifies it and accepts a prefix."""
     state = inputs.state
-    proposals = _propose(inputs) if state.looked_up_ids is None else Proposals(state.looked_up_ids)
+    proposals = _propose(inputs)
     token_ids = torch.cat([state.anchors, proposals.token_ids], dim=1)
     columns = torch.arange(token_ids.shape[1], device=token_ids.device)
     positions = state.starts[:, None] + columns
@@ -160,6 +160,18 @@ def _accept(inputs: Inputs, proposals: Proposals, logits: torch.Tensor) -> Accep
 
 
 def _propose(inputs: Inputs) -> Proposals:
+    """What was looked up, and the drafter's proposals where nothing was."""
+    looked_up_ids = inputs.state.looked_up_ids
+    if looked_up_ids is None:
+        return _draft(inputs)
+    if not inputs.kind.is_batch:
+        return Proposals(looked_up_ids)
+    drafts = _draft(inputs)
+    token_ids = torch.where(looked_up_ids < 0, drafts.token_ids, looked_up_ids)
+    return replace(drafts, token_ids=token_ids)
+
+
+def _draft(inputs: Inputs) -> Proposals:
     """The drafter's proposals, after it has read the context in the state."""
     target = inputs.target
     drafter = inputs.drafter

@@ -64,6 +64,7 @@ def test_an_eager_step_launches_and_waits_as_counted(mode: str) -> None:
         ("sampled", {"gru_hidden_dim": 16, "emb_dim": 8}),
         ("sampled", {"markov_rank": 8}),
         ("lookup", {}),
+        ("lookups in a batch", {}),
     ],
     ids=str,
 )
@@ -84,7 +85,9 @@ def test_a_step_that_is_recorded_asks_nothing_of_the_host(
     monkeypatch.setattr(recorded, "RecordedStep", record)
     monkeypatch.setattr(recorded, "checked", lambda run, inputs: run())  # numbers that nobody has cannot be compared
     monkeypatch.setattr(steps, "is_in_torch_dispatch_mode", lambda: False)
-    keywords, num_prompts = counts.MODES.get(mode, ({"num_looked_up": 12}, 1))
+    lookups: dict[str, Any] = {"num_looked_up": 12}
+    modes = counts.MODES | {"lookup": (lookups, 1), "lookups in a batch": (lookups, 4)}
+    keywords, num_prompts = modes[mode]
     monkeypatch.setitem(counts.MODES, mode, ({**keywords, "cuda_graph": True}, num_prompts))
     counts.rows_of(counts.SHALLOW, mode)
-    assert passed == ({0, 12} if mode == "lookup" else {0})
+    assert passed == {"lookup": {0, 12}, "lookups in a batch": {15}}.get(mode, {0})

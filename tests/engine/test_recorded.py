@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from devices import NEW_TOKENS, TEXT_LENGTH, Pair, PlayedRecorder, move_parameter
-from tiny_models import SMALL, make_drafter
+from tiny_models import BLOCK_SIZE, SMALL, make_drafter
 from torch._subclasses import FakeTensorMode
 
 from dflash import Conversation
@@ -160,11 +160,24 @@ def test_kinds_of_step_are_recorded_over_the_same_storage(
     assert recorder.num_made == 4 + 3
 
 
-def test_lookups_of_a_batch_are_verified_eagerly(recorder: PlayedRecorder) -> None:
+@pytest.mark.parametrize("num_tokens", [4, 12], ids=["narrow", "wide"])
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0.2, "top_k": 2}], ids=["greedy", "sampled"])
+def test_lookups_of_a_batch_are_verified_beside_drafts(
+    recorder: PlayedRecorder, num_tokens: int, asked: dict[str, Any]
+) -> None:
+    """Promise: one recorded step serves a batch, whichever of its texts repeat themselves; drafts follow a short lookup."""
     pair = Pair.make(seed=11)
-    blocks = list(pair.blocks([27, 41], **LOOKED_UP, **RECORDED))
-    assert pair.texts_of(blocks, 2) == pair.expected([27, 41], 120)
-    assert any(block.is_lookup for block in blocks)
+    lengths = [60, 41, 27]
+    asked = LOOKED_UP | {"prompt_lookup_num_tokens": num_tokens} | asked
+    eager = list(pair.blocks(lengths, compile=False, **asked))
+    blocks = list(pair.blocks(lengths, **asked, **RECORDED))
+    assert pair.texts_of(blocks, 3) == pair.texts_of(eager, 3)
+    looked_up = [block for block in blocks if block.is_lookup]
+    assert any(block.num_accepted for block in looked_up)
+    assert len({block.sequence for block in looked_up}) > 1
+    assert {block.num_proposals for block in blocks if not block.is_prefill} <= {BLOCK_SIZE - 1, 0}
+    num_steps = len([block for block in blocks if block.sequence == 0]) - 2
+    assert recorder.num_calls >= num_steps
     assert recorder.num_made == 1
     assert fallback_reason(pair.drafter, pair.target) is None
 

@@ -94,19 +94,21 @@ def test_drawn_proposals_are_those_of_eager_steps(
 
 
 @pytest.mark.parametrize("verification", ["auto", "block"])
+@pytest.mark.parametrize("lengths", [[41], [60, 60]], ids=["one", "two"])
 def test_lookups_between_drawn_proposals_are_those_of_eager_steps(
-    played: Any, way: dict[str, Any], verification: str
+    played: Any, way: dict[str, Any], verification: str, lengths: list[int]
 ) -> None:
-    """Promise: they are verified by the rule of proposals that were not drawn."""
+    """Promise: they are verified by the rule of proposals that were not drawn; in a batch, where all texts have one."""
     pair = Pair.make(seed=11)
     drafter = make_drafter(**SMALL, **HEADS["selector"])
     pair = Pair(pair.target, drafter, pair.text, pair.other)  # type: ignore[arg-type]
     asked: dict[str, Any] = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 1, "max_new_tokens": 60}
     asked |= {"temperature": 0.2, "top_k": 2, "verification": verification}
-    eager = list(pair.blocks([41], compile=False, **asked))
-    assert any(block.is_lookup and block.num_accepted for block in eager)
-    assert not all(block.is_lookup for block in eager[1:])
-    assert list(pair.blocks([41], **asked, **way)) == eager
+    eager = list(pair.blocks(lengths, compile=False, **asked))
+    looked_up = [block for block in eager if block.is_lookup]
+    assert any(block.num_accepted for block in looked_up) or len(lengths) > 1
+    assert 0 < len(looked_up) < len(eager) // 2
+    assert list(pair.blocks(lengths, **asked, **way)) == eager
     assert fallback_reason(drafter, pair.target) is None
 
 
