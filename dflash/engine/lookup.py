@@ -151,6 +151,12 @@ class LookupProposer:
         self.drafts = drafts
         self._lookups: dict[int, PromptLookup] = defaultdict(lookup)  # by index of the sequence
 
+    @property
+    def draws(self) -> bool:
+        """Whether drafts are drawn."""
+        drafts: Any = self.drafts  # a `DraftProposer` in whole steps, which alone ask
+        return bool(drafts.draws)
+
     def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
         """At most `most` tokens after the anchors [B, 1] of the sequences."""
         matches = self.matches(sequences) if most else {}

@@ -7,10 +7,10 @@ last are kept. All kinds of step, greedy, sampled, or with lookups, are recorded
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -21,7 +21,6 @@ from dflash.common.messages import is_out_of_memory
 from dflash.model.cache_dflash import CAPACITY_STEP, PreallocatedCache, room_like
 from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS
 
-from .lookup import Matches
 from .options import Options
 from .steps import WholeRunner, checked
 from .waiting import Recordable
@@ -29,7 +28,7 @@ from .whole import Inputs, Kind, State, Storage, WholeStep, whole_step
 
 
 MOST_RECORDINGS = 2
-MOST_STEPS = 6  # of a recording, the newest ones
+MOST_STEPS = 4  # of a recording, those used last
 SMALLEST_CAPACITY = 2048  # positions; further capacities are powers of two, and three quarters of them
 # By default, the share of the free memory that the keys and values of a recording may take.
 AUTO_SHARE = 1 / 4
@@ -100,7 +99,7 @@ class RecordedStep:
 
     def __init__(self, inputs: Inputs) -> None:
         """Records the step."""
-        self._state = copy.deepcopy(inputs.state)
+        self._state = inputs.state.clone()
         static = replace(inputs, state=self._state)
         step = partial(whole_step, static)
         device_type = self._state.anchors.device.type
@@ -130,12 +129,12 @@ class Recording:
 
     Attributes:
         storages (`tuple[Storage, Storage]`): Of the target and the drafter. It belongs to the recording alone.
-        steps (`dict[StepKey, RecordedStep]`): The steps, the newest one last.
+        steps (`OrderedDict[StepKey, RecordedStep]`): The steps, the last used one last.
     """
 
     def __init__(self, *storages: Storage) -> None:
         self.storages = storages
-        self.steps: dict[StepKey, RecordedStep] = {}
+        self.steps = OrderedDict[StepKey, RecordedStep]()
         self._device = storages[0].index.device
         self._is_free: torch.cuda.Event | None = None
 
@@ -172,14 +171,15 @@ class Recording:
                 return False
         return True
 
-    def add(self, key: StepKey, inputs: Inputs) -> None:
-        """Records a step."""
+    def add(self, key: StepKey, step: RecordedStep) -> None:
+        """Keeps a step that was recorded with as many sequences as the storage has."""
         while len(self.steps) >= MOST_STEPS:
-            del self.steps[next(iter(self.steps))]
-        self.steps[key] = RecordedStep(inputs)
+            self.steps.popitem(last=False)
+        self.steps[key] = step
 
     def run(self, key: StepKey, state: State) -> WholeStep:
         """The step after `state` of a text whose keys and values lie here."""
+        self.steps.move_to_end(key)
         return self.steps[key].run(state)
 
 
@@ -196,15 +196,28 @@ class RecordedRunner(WholeRunner):
     def compute(self, state: State) -> WholeStep:
         """As `WholeRunner.compute`."""
         recording: Any = self._recording if self._has_room() else self._move(len(state.anchors))
-        key = (self.kind, state.num_looked_up)
+        key = self._step_key(state)
         if key in recording.steps:
             output = recording.run(key, state)
         else:
             inputs = self.inputs(state, *recording.storages)
-            recording.add(key, inputs)
-            output = checked(partial(recording.run, key, state), inputs)
-        self._recording = recording  # not before: one without a step is of no use, and its storage stays the caches'
+            step = RecordedStep(inputs)
+            output = checked(partial(step.run, state), inputs)
+            recording.add(key, step)
+        self._recording = recording  # not before: if its first step here fails, its storage stays the caches'
         return output
+
+    def _step_key(self, state: State) -> StepKey:
+        """The key of a step. One that drafts nothing serves blocks of every size."""
+        kind = self.kind
+        if state.num_looked_up and not kind.is_batch:
+            kind = kind._replace(block_size=0, num_proposals=0)
+        return kind, state.num_looked_up
+
+    def _may_be_whole(self) -> bool:
+        """As `WholeRunner._may_be_whole`. What autocast makes is of another dtype than what later texts store there."""
+        device_type = self.request.target.device.type
+        return super()._may_be_whole() and not torch.is_autocast_enabled(device_type)
 
     @cached_property
     def _width(self) -> int:
@@ -248,11 +261,9 @@ class RecordedRunner(WholeRunner):
         return Recording(target_storage, draft_storage)
 
     def close(self) -> None:
-        """Ends the text: its caches go on in storage of their own, and its recording is free for another text."""
-        try:
+        """As `EagerRunner.close`, also before an eager step: the recording is free for another text."""
+        with suppress(torch.OutOfMemoryError):  # then the caches keep its storage, and the recording is gone
             self._release()
-        except torch.OutOfMemoryError:  # the text is complete: nothing of it is reused, and the recording is gone
-            self.conversation.forget()
 
     def _release(self) -> None:
         """Moves the caches to storage of their own, and frees the recording."""
@@ -279,10 +290,10 @@ class AutoRecordedRunner(RecordedRunner):
     is_asked_for = False
     _is_too_large = False
 
-    def _can_be_whole(self, most: int, matches: Matches) -> bool:
-        """As `WholeRunner._can_be_whole`."""
+    def _may_be_whole(self) -> bool:
+        """As `WholeRunner._may_be_whole`."""
         is_short = self.request.max_new_tokens < AUTO_TOKENS
-        if is_short or self._is_too_large or not super()._can_be_whole(most, matches):
+        if is_short or self._is_too_large or not super()._may_be_whole():
             return False
         self._is_too_large = not self._has_room() and not self._fits()
         return not self._is_too_large

@@ -155,6 +155,8 @@ class EngineDecoder(Decoder):
         if options.draft_tree:
             return TreeRunner
         needs_host = options.adaptive or options.history or request.keeping or request.prompt_inputs
+        # After a lookup an eager step reads more of a window together with the block, and would draw others.
+        needs_host = needs_host or (options.draft_window and drafts.draws)
         acceptor: Any = self.acceptor  # a `TreeAcceptor`
         if needs_host or not drafts.num_proposals or not acceptor.can_fuse:
             return EagerRunner

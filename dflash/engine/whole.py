@@ -80,6 +80,13 @@ class State:
     draft_uniforms: torch.Tensor | None = None  # that draw proposals, [R, n]; None: the likeliest are proposed
     looked_up_ids: torch.Tensor | None = None  # proposals [R, n], -1 where the drafter proposes; None: everywhere
 
+    def clone(self) -> State:
+        """A copy that shares no memory."""
+        copies: dict[str, Any] = {}
+        for name, tensor in vars(self).items():
+            copies[name] = None if tensor is None else tensor.clone()
+        return State(**copies)
+
     @property
     def num_looked_up(self) -> int:
         """How many proposals of a text may be looked up."""
@@ -92,7 +99,7 @@ class Kind(NamedTuple):
     block_size: int  # anchor included
     num_proposals: int
     num_candidates: int | None  # of its `Sampler`; None: greedy
-    verification: str  # as of an `Acceptor`
+    verification: str  # of its `Acceptor`; "match" where "auto" means it for all proposals
     is_batch: bool
 
 
@@ -153,7 +160,7 @@ def _accept(inputs: Inputs, proposals: Proposals, logits: torch.Tensor) -> Accep
     if state.uniforms is None or state.settings is None:
         return proposals.accept_match(logits.argmax(dim=-1), best=logits.amax(dim=-1))
     sampler = Sampler(state.settings, kind.num_candidates or 0)
-    rule = rule_of(kind.verification, proposals)
+    rule = rule_of(kind.verification, proposals.is_drawn)
     if rule == "match":
         return proposals.accept_match(sampler(logits, state.uniforms), best=logits.amax(dim=-1))
     return RULES[rule](proposals, sampler.scores(logits), state.uniforms)

@@ -58,6 +58,11 @@ class Proposals:
     looked_up: tuple[int, ...] = ()  # places in the batch whose proposals come from a lookup, at least in part
 
     @property
+    def is_drawn(self) -> bool:
+        """Whether they were drawn by probabilities."""
+        return self.probabilities is not None
+
+    @property
     def depths(self) -> Sequence[int]:
         """How many tokens after the anchor each column of their step is."""
         return range(self.token_ids.shape[1] + 1)
@@ -218,11 +223,11 @@ RULES = {"rejection": accept_rejection, "block": accept_block}
 VERIFICATIONS = ("auto", "match", *RULES)
 
 
-def rule_of(verification: str, proposals: Proposals) -> str:
-    """The rule that a `verification` means for these proposals."""
+def rule_of(verification: str, is_drawn: bool) -> str:
+    """The rule that a `verification` means for proposals that were drawn or not."""
     if verification != "auto":
         return verification
-    return "match" if proposals.probabilities is None else "block"
+    return "block" if is_drawn else "match"
 
 
 def _reach(ratios: torch.Tensor) -> torch.Tensor:
@@ -287,7 +292,7 @@ class Acceptor:
 
     def rule(self, proposals: Proposals) -> str:
         """The rule by which these proposals are accepted."""
-        return rule_of(self.verification, proposals)
+        return rule_of(self.verification, proposals.is_drawn)
 
     def uniforms(self, sequences: list[TextSequence], depths: Sequence[int], device: torch.device) -> torch.Tensor:
         """Uniforms [B, N] of the positions `depths` tokens after each sequence's last one, for logits on `device`."""

@@ -91,10 +91,16 @@ class DrafterContext:
         self.cache = cache
         self._device = drafter.device
         self._dtype = drafter.dtype
-        config = drafter.config
+        self._parts = [self.nothing]  # what waits; a single one may be empty
+
+    @property
+    def nothing(self) -> Context:
+        """No context."""
+        config = self.drafter.config
+        num_sequences = self.cache.batch_size
         width = len(config.target_layer_ids) * config.hidden_size
-        nothing = torch.empty(cache.batch_size, 0, width, device=self._device, dtype=self._dtype)
-        self._parts = [Context(nothing, [0] * cache.batch_size)]  # what waits; a single one may be empty
+        features = torch.empty(num_sequences, 0, width, device=self._device, dtype=self._dtype)
+        return Context(features, [0] * num_sequences)
 
     @property
     def num_read(self) -> int:

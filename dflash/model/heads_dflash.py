@@ -99,7 +99,7 @@ class CausalHead:
         scores = torch.baddbmm(logits.unsqueeze(-1), rows, vector)
         return scores.squeeze(-1)
 
-    def probabilities(self, scores: torch.Tensor, temperature: float) -> torch.Tensor:
+    def probabilities(self, scores: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
         """Probabilities [M, K] that candidates with these scores are drawn by. Their sum is 1, or sampled text is wrong."""
         return (scores.float() / temperature).softmax(dim=-1)
 
@@ -112,7 +112,7 @@ class CausalHead:
         hidden_states: torch.Tensor,  # [B, R, D]
         logits: torch.Tensor,  # [B, R, V]
         anchors: torch.Tensor,  # [B, 1]
-        drawn: tuple[float, torch.Tensor] | None = None,
+        drawn: tuple[float | torch.Tensor, torch.Tensor] | None = None,
     ) -> Path:
         """The path of the best candidates, or, with `drawn`, of those drawn at a temperature by uniforms [B, R]."""
         device = hidden_states.device

@@ -314,7 +314,7 @@ class DFlashDraftModel(PreTrainedModel):
         hidden_states: torch.Tensor,  # [B, R, D]
         anchors: torch.Tensor,  # [B, 1]
         head: Callable[[torch.Tensor], torch.Tensor],
-        drawn: tuple[float, torch.Tensor] | None = None,  # temperature, and uniforms [B, R]
+        drawn: tuple[float | torch.Tensor, torch.Tensor] | None = None,  # temperature, and uniforms [B, R]
         embed: Embed | None = None,
     ) -> Proposals:
         """The tokens that a block's hidden states propose after the anchor.

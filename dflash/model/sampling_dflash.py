@@ -74,6 +74,15 @@ class PositionUniforms:
         uniforms = [_draw(self._step_streams[sequence.index], count) for sequence in sequences]
         return place_uniforms(torch.stack(uniforms), device)
 
+    def mark(self) -> list[torch.Tensor]:
+        """Where the fresh numbers are, for `go_back`."""
+        return [stream.get_state() for stream in self._step_streams]
+
+    def go_back(self, mark: list[torch.Tensor]) -> None:
+        """Has `fresh` return again what it has returned since the mark, for a step that has failed and is repeated."""
+        for stream, state in zip(self._step_streams, mark, strict=True):
+            stream.set_state(state)
+
 
 def _seeds(batch_size: int, generator: torch.Generator | Sequence[torch.Generator] | None) -> list[int]:
     """A seed for each sequence. Raises ValueError unless there is one generator for all, or one for each."""
