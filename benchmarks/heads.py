@@ -102,7 +102,8 @@ def tau_by_budget(rows: list[Row], note: str, theme: canvas.Theme) -> Any:
     """Tau of each head by the steps of the run without one, whose seconds all have; means over seeds, a panel per target."""
     targets = list(dict.fromkeys(row["target"] for row in rows))
     colours = canvas.colours_of(list(HEADS.values()), theme)
-    key: list[canvas.Entry] = [(head, colour, "-") for head, colour in colours.items()]
+    shown = {HEADS[row["cell"]] for row in rows}
+    key: list[canvas.Entry] = [(head, colour, "-") for head, colour in colours.items() if head in shown]
     labels = canvas.Labels("Tau after equal seconds of training", "steps of the run without a head", "tau (tokens)")
     figure, panels = canvas.small_plots(targets, labels, note, theme, key)
     for target, axes in panels.items():
