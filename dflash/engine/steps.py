@@ -182,11 +182,11 @@ class WholeRunner(EagerRunner):
         may_be_found = isinstance(self.proposer, LookupProposer) and self._takes_matches
         if not may_be_found or not (plan.matches or self.kind.is_batch):
             return None
-        rows = torch.full((num_sequences, plan.num_proposals), -1)
+        rows = [[-1] * plan.num_proposals for _ in range(num_sequences)]
         for place, match in plan.matches.items():
             found = match[: plan.num_proposals]
-            rows[place, : len(found)] = torch.tensor(found)
-        return to_device(rows, self.request.input_ids.device)
+            rows[place][: len(found)] = found
+        return to_device(torch.tensor(rows), self.request.input_ids.device)
 
     def _context_to_read(self) -> Context:
         """The context that the drafter reads, in as many columns as a drafted step gives. What has more is read before."""

@@ -158,12 +158,16 @@ def _accept(inputs: Inputs, proposals: Proposals, logits: torch.Tensor) -> Accep
     state = inputs.state
     kind = inputs.kind
     if state.uniforms is None or state.settings is None:
-        return proposals.accept_match(logits.argmax(dim=-1), best=logits.amax(dim=-1))
+        choices = logits.argmax(dim=-1)
+        return proposals.accept_match(choices, best=logits.amax(dim=-1))
     sampler = Sampler(state.settings, kind.num_candidates or 0)
     rule = rule_of(kind.verification, proposals.is_drawn)
     if rule == "match":
-        return proposals.accept_match(sampler(logits, state.uniforms), best=logits.amax(dim=-1))
-    return RULES[rule](proposals, sampler.scores(logits), state.uniforms)
+        choices = sampler(logits, state.uniforms)
+        return proposals.accept_match(choices, best=logits.amax(dim=-1))
+    accept = RULES[rule]
+    scores = sampler.scores(logits)
+    return accept(proposals, scores, state.uniforms)
 
 
 def _propose(inputs: Inputs) -> Proposals:
