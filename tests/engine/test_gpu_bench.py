@@ -349,7 +349,7 @@ def test_a_run_that_is_ended_leaves_a_whole_file(tmp_path, monkeypatch, helper):
     monkeypatch.setattr(load("bench"), "line", lambda row: signal.raise_signal(signal.SIGTERM))
     assert run_main(monkeypatch, "--output", str(tmp_path / "gpu.json")) == 128 + signal.SIGTERM
     rows = read_result(tmp_path / "gpu.json")["summary"]
-    assert len(rows) == 46
+    assert len(rows) == 50
     assert rows[-1]["reason"] == "not begun yet"
 
 
