@@ -163,7 +163,7 @@ class LookupProposer:
         proposals = Proposals(anchors[:, :0])
         if len(matches) < len(sequences):
             proposals = self.drafts.propose(sequences, anchors, most)
-        is_fixed = proposals.probabilities is not None or isinstance(proposals, TreeProposals)
+        is_fixed = proposals.is_drawn or isinstance(proposals, TreeProposals)
         is_rare = 2 * len(matches) < len(sequences)
         num_drafted = proposals.token_ids.shape[1]
         width = num_drafted if is_rare else most

@@ -91,15 +91,15 @@ class WholeRunner(EagerRunner):
         plan = self._plan(sequences)
         if most < plan.num_proposals or (plan.matches and not self._takes_matches):
             return super().run(sequences, anchors, most)
-        uniforms = self.acceptor.uniforms_of
-        mark = uniforms.mark() if uniforms is not None else None
+        draws_fresh = self.kind.verification != "match"
+        mark = self.acceptor.uniforms_of.mark() if draws_fresh else None
         try:
             return self.run_whole(sequences, anchors, plan)
         except Exception as error:  # of any type: a model, a quantiser, a missing compiler, or no memory raises it
             self.close()
             self.give_up(error)
-        if uniforms is not None:
-            uniforms.go_back(mark)
+        if mark is not None:
+            self.acceptor.uniforms_of.go_back(mark)
         return super().run(sequences, anchors, most)
 
     def give_up(self, error: Exception) -> None:
@@ -152,19 +152,20 @@ class WholeRunner(EagerRunner):
         if not any(context.cache.lengths):
             context.absorb()  # a cache has storage once something was read
         waiting = self._context_to_read() if plan.drafts else context.nothing
-        fresh = self.acceptor.uniforms_of and self.acceptor.uniforms_of.fresh
+        acceptor = self.acceptor
+        sampler = acceptor.sampler
         num_columns = plan.num_proposals + 1
+        is_drawn = self._draws and plan.drafts
         draft_uniforms = None
-        if self._draws and plan.drafts:
-            draft_uniforms = fresh(sequences, plan.num_proposals, device)
-        sampler = self.acceptor.sampler
+        if is_drawn:
+            draft_uniforms = acceptor.uniforms_of.fresh(sequences, plan.num_proposals, device)
         uniforms = None
         if sampler is not None:
-            is_matched = rule_of(self.kind.verification, is_drawn=draft_uniforms is not None) == "match"
-            if is_matched:
-                uniforms = self.acceptor.uniforms(sequences, range(num_columns), device)
+            rule = rule_of(self.kind.verification, is_drawn)
+            if rule == "match":
+                uniforms = acceptor.uniforms(sequences, range(num_columns), device)
             else:
-                uniforms = fresh(sequences, num_columns, device)
+                uniforms = acceptor.uniforms_of.fresh(sequences, num_columns, device)
         return State(
             anchors=anchors.clone(),  # with the strides of a fresh tensor, also of a slice
             starts=self.conversation.target_cache.lengths_on(device),
@@ -179,13 +180,15 @@ class WholeRunner(EagerRunner):
 
     def _looked_up(self, num_sequences: int, plan: Plan) -> torch.Tensor | None:
         """Proposals [R, n] that are looked up, -1 where nothing was found; `None`: nothing is looked up in such a step."""
-        may_be_found = isinstance(self.proposer, LookupProposer) and self._takes_matches
-        if not may_be_found or not (plan.matches or self.kind.is_batch):
+        has_lookup = isinstance(self.proposer, LookupProposer)
+        if plan.drafts and not (has_lookup and self.kind.is_batch and self._takes_matches):
             return None
-        rows = [[-1] * plan.num_proposals for _ in range(num_sequences)]
-        for place, match in plan.matches.items():
-            found = match[: plan.num_proposals]
-            rows[place][: len(found)] = found
+        width = plan.num_proposals
+        rows = []
+        for place in range(num_sequences):
+            found = plan.matches.get(place, [])[:width]
+            missing = [-1] * (width - len(found))
+            rows.append(found + missing)
         return to_device(torch.tensor(rows), self.request.input_ids.device)
 
     def _context_to_read(self) -> Context:
@@ -219,10 +222,12 @@ def agree(output: WholeStep, expected: WholeStep) -> bool:
     """Whether two outputs of a step are equal within rounding, up to the first proposal that differs, as near-ties may."""
     is_same_proposal = output.proposed_ids == expected.proposed_ids
     num_equal = is_same_proposal.long().cumprod(dim=1).sum(dim=1)
-    columns = slice(1 + int(num_equal.min()))
-    # The token of a column is that proposal, if it was drawn and accepted.
+    first_other = int(num_equal.min())
+    # Tokens before it: if drafts are drawn, the token of its own column may be that proposal.
     is_same_token = output.token_ids == expected.token_ids
-    compared = is_same_token[:, : columns.stop - 1].float()
+    is_same_token = is_same_token[:, :first_other]
+    least = FEWEST_SAME_TOKENS * is_same_token.numel()
+    columns = slice(first_other + 1)
     features = expected.features[:, columns]
     largest = features.abs().max()
     largest = largest.clamp(min=1.0)
@@ -233,7 +238,7 @@ def agree(output: WholeStep, expected: WholeStep) -> bool:
         rtol=0.0,
         atol=float(tolerance * largest),
     )
-    return is_close and bool(compared.sum() >= FEWEST_SAME_TOKENS * compared.numel())
+    return is_close and bool(is_same_token.sum() >= least)
 
 
 def why_not(target: Any, drafter: Any) -> str | None:

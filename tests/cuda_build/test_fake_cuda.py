@@ -83,7 +83,7 @@ def test_a_step_that_is_recorded_asks_nothing_of_the_host(
         return SimpleNamespace(run=lambda state: whole_step(replace(inputs, state=state)))
 
     monkeypatch.setattr(recorded, "RecordedStep", record)
-    monkeypatch.setattr(recorded, "checked", lambda run, inputs: run())  # numbers that nobody has cannot be compared
+    monkeypatch.setattr(recorded, "checked", lambda run, inputs: run())  # fake tensors hold no numbers
     monkeypatch.setattr(steps, "is_in_torch_dispatch_mode", lambda: False)
     lookups: dict[str, Any] = {"num_looked_up": 12}
     modes = counts.MODES | {"lookup": (lookups, 1), "lookups in a batch": (lookups, 4)}

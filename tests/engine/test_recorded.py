@@ -175,6 +175,7 @@ def test_lookups_of_a_batch_are_verified_beside_drafts(
     assert pair.texts_of(blocks, 3) == pair.texts_of(eager, 3)
     looked_up = [block for block in blocks if block.is_lookup]
     assert any(block.num_accepted for block in looked_up)
+    assert any(block.num_accepted for block in blocks if not block.is_lookup)
     assert len({block.sequence for block in looked_up}) > 1
     assert {block.num_proposals for block in blocks if not block.is_prefill} <= {BLOCK_SIZE - 1, 0}
     num_steps = len([block for block in blocks if block.sequence == 0]) - 2
