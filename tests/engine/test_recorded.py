@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from tiny_models import BLOCK_SIZE, SMALL, make_drafter
 from torch._subclasses import FakeTensorMode
 
 from dflash import Conversation
-from dflash.engine import fallback_reason, recorded, runner
+from dflash.engine import fallback_reason, recorded, runner, whole
 from dflash.engine.state import PairState
 from dflash.engine.waiting import Recordable
 from dflash.model import decoding_dflash
+from dflash.model.acceptance_dflash import Proposals
 from dflash.model.drafting_dflash import Context
 
 
@@ -175,13 +177,24 @@ def test_lookups_of_a_batch_are_verified_beside_drafts(
     assert pair.texts_of(blocks, 3) == pair.texts_of(eager, 3)
     looked_up = [block for block in blocks if block.is_lookup]
     assert any(block.num_accepted for block in looked_up)
-    assert any(block.num_accepted for block in blocks if not block.is_lookup)
+    num_drafted, num_drafted_eagerly = (
+        sum(block.num_accepted for block in of_text if not block.is_lookup) for of_text in (blocks, eager)
+    )
+    assert num_drafted > num_drafted_eagerly / 2
     assert len({block.sequence for block in looked_up}) > 1
     assert {block.num_proposals for block in blocks if not block.is_prefill} <= {BLOCK_SIZE - 1, 0}
     num_steps = len([block for block in blocks if block.sequence == 0]) - 2
     assert recorder.num_calls >= num_steps
     assert recorder.num_made == 1
     assert fallback_reason(pair.drafter, pair.target) is None
+
+
+def test_drafts_stand_where_nothing_was_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: of texts without a match, and after the end of a short one."""
+    monkeypatch.setattr(whole, "_draft", lambda inputs: Proposals(torch.tensor([[1, 2, 3], [4, 5, 6]])))
+    state = SimpleNamespace(looked_up_ids=torch.tensor([[7, -1, -1], [-1, -1, -1]]))
+    inputs: Any = SimpleNamespace(state=state, kind=SimpleNamespace(is_batch=True))
+    assert whole._propose(inputs).token_ids.tolist() == [[7, 2, 3], [4, 5, 6]]
 
 
 def test_a_conversation_goes_on_recorded(pair: Pair, recorder: PlayedRecorder) -> None:
